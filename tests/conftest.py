@@ -1,0 +1,47 @@
+"""Fixtures of the suite. Hypothesis is deterministic, so that a red run can be repeated."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import hypothesis
+import pytest
+
+from ringcp.testing.pool import World
+
+MAX_LIVE_POOLS = 3
+
+hypothesis.settings.register_profile("ringcp", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ringcp")
+
+
+class Worlds(Protocol):
+    """The type of the fixture `worlds`."""
+
+    def __call__(self, size: int, *, threads: int = 1) -> World: ...
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """``worlds(n)``: a pool of n ranks that outlives the test. Warnings are errors in its ranks.
+
+    A pool in which a rank died or raised is restarted before it is handed out again, so no test sees a process group
+    that another one broke. Within one test it goes on after an exception, as a program would. An error that every rank
+    is to raise is cheapest caught on the ranks, with `pytest.raises` in the function that is run: no restart follows.
+    """
+    pools: dict[tuple[int, int], World] = {}
+
+    def get(size: int, *, threads: int = 1) -> World:
+        key = size, threads
+        pool = pools.pop(key, None)
+        if pool is None:
+            while len(pools) >= MAX_LIVE_POOLS:
+                pools.pop(next(iter(pools))).close()  # the one that was used longest ago
+            pool = World(size, threads=threads, warnings_as_errors=True, preload=("pytest", "hypothesis"))
+        elif pool.failed or not pool.alive:
+            pool.restart()
+        pools[key] = pool
+        return pool
+
+    yield get
+    for pool in pools.values():
+        pool.close()
