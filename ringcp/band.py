@@ -1,0 +1,151 @@
+"""Rectangles of the score matrix with a diagonal band: the one shape that everything is cut into.
+
+A `Band` is the set of pairs (i, j) with ``q[0] <= i < q[1]``, ``k[0] <= j < k[1]`` and
+``lo <= i - j <= hi``. Full, causal and window attention are bands. `lo` and `hi` are always finite: an
+edge that cuts nothing off lies on the corner of the rectangle. All functions here are O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+Range = tuple[int, int]
+
+
+class Band(NamedTuple):
+    """The pairs of rows ``q`` and keys ``k`` with ``lo <= i - j <= hi``."""
+
+    q: Range
+    k: Range
+    lo: int
+    hi: int
+
+    @property
+    def num_q(self) -> int:
+        return self.q[1] - self.q[0]
+
+    @property
+    def num_k(self) -> int:
+        return self.k[1] - self.k[0]
+
+    @property
+    def cuts_low(self) -> bool:
+        """Whether ``i - j >= lo`` cuts off a corner (the upper right one, as a causal mask does)."""
+        return self.lo > self.q[0] - self.k[1] + 1
+
+    @property
+    def cuts_high(self) -> bool:
+        """Whether ``i - j <= hi`` cuts off a corner (the lower left one, as a window does)."""
+        return self.hi < self.q[1] - 1 - self.k[0]
+
+    @property
+    def is_full(self) -> bool:
+        return not self.cuts_low and not self.cuts_high
+
+    def shift(self, q: int = 0, k: int = 0) -> Band:
+        """The same pairs, counted from other origins."""
+        return Band((self.q[0] + q, self.q[1] + q), (self.k[0] + k, self.k[1] + k), self.lo + q - k, self.hi + q - k)
+
+    def allows(self, i: int, j: int) -> bool:
+        return self.q[0] <= i < self.q[1] and self.k[0] <= j < self.k[1] and self.lo <= i - j <= self.hi
+
+
+def full(q: Range, k: Range) -> Band | None:
+    """All pairs of a rectangle, or None if there are none."""
+    return trim(q, k, q[0] - k[1] + 1, q[1] - 1 - k[0])
+
+
+def trim(q: Range, k: Range, lo: int, hi: int) -> Band | None:
+    """The band in its smallest rectangle, or None if it holds no pair.
+
+    In a trimmed band every row and every key takes part in at least one pair: kernels never see a dead row.
+    """
+    # Row i meets keys [i - hi, i - lo]; key j meets rows [j + lo, j + hi].
+    if lo > hi:
+        return None
+    q = (max(q[0], k[0] + lo), min(q[1], k[1] + hi))
+    k = (max(k[0], q[0] - hi), min(k[1], q[1] - lo))
+    if q[0] >= q[1] or k[0] >= k[1]:
+        return None
+    return Band(q, k, max(lo, q[0] - k[1] + 1), min(hi, q[1] - 1 - k[0]))
+
+
+def crop(band: Band, q: Range, k: Range) -> Band | None:
+    """The part of `band` that lies in the rectangle ``q x k``."""
+    q = (max(q[0], band.q[0]), min(q[1], band.q[1]))
+    k = (max(k[0], band.k[0]), min(k[1], band.k[1]))
+    return trim(q, k, band.lo, band.hi) if q[0] < q[1] and k[0] < k[1] else None
+
+
+def intersect(a: Band, b: Band) -> Band | None:
+    q = (max(a.q[0], b.q[0]), min(a.q[1], b.q[1]))
+    k = (max(a.k[0], b.k[0]), min(a.k[1], b.k[1]))
+    if q[0] >= q[1] or k[0] >= k[1]:
+        return None
+    return trim(q, k, max(a.lo, b.lo), min(a.hi, b.hi))
+
+
+def subtract(a: Band, b: Band) -> Iterator[Band]:
+    """Disjoint bands that hold exactly the pairs of `a` that are not in `b`."""
+    both = intersect(a, b)
+    if both is None:
+        yield a
+        return
+    q, k = both.q, both.k
+    # Outside the common rectangle all of `a` remains; inside it, what lies beside b's diagonal band.
+    parts = (
+        trim((a.q[0], q[0]), a.k, a.lo, a.hi),
+        trim((q[1], a.q[1]), a.k, a.lo, a.hi),
+        trim(q, (a.k[0], k[0]), a.lo, a.hi),
+        trim(q, (k[1], a.k[1]), a.lo, a.hi),
+        trim(q, k, a.lo, both.lo - 1),
+        trim(q, k, both.hi + 1, a.hi),
+    )
+    yield from (part for part in parts if part is not None)
+
+
+def count(band: Band) -> int:
+    """Number of pairs."""
+
+    def pairs_up_to(d: int) -> int:
+        # Pairs with i - j <= d: cut the corner triangle by inclusion and exclusion.
+        m = d - band.q[0] + band.k[1] - 1
+        return sum(
+            sign * (n + 1) * (n + 2) // 2 for sign, n in ((1, m), (-1, m - a), (-1, m - b), (1, m - a - b)) if n >= 0
+        )
+
+    a, b = band.num_q, band.num_k
+    return pairs_up_to(band.hi) - pairs_up_to(band.lo - 1)
+
+
+def merge(a: Band, b: Band) -> Band | None:
+    """One band with exactly the pairs of two disjoint ones, if there is one."""
+    q = (min(a.q[0], b.q[0]), max(a.q[1], b.q[1]))
+    k = (min(a.k[0], b.k[0]), max(a.k[1], b.k[1]))
+    # An edge that cuts nothing off its own rectangle is free: try it both as it is and opened to the new corner.
+    los = {min(a.lo, b.lo)} | {band.lo for band in (a, b) if band.cuts_low}
+    his = {max(a.hi, b.hi)} | {band.hi for band in (a, b) if band.cuts_high}
+    wanted = count(a) + count(b)
+    for lo in los:
+        for hi in his:
+            whole = trim(q, k, lo, hi)
+            if whole is not None and count(whole) == wanted and _contains(whole, a) and _contains(whole, b):
+                return whole
+    return None
+
+
+def _contains(whole: Band, part: Band) -> bool:
+    common = intersect(whole, part)
+    return common is not None and count(common) == count(part)
+
+
+def merge_all(bands: Iterable[Band]) -> list[Band]:
+    """Fewer disjoint bands with the same pairs: neighbours in (q, k) order are joined until none can be."""
+    result: list[Band] = []
+    for band in sorted(bands):
+        while result and (joined := merge(result[-1], band)) is not None:
+            result.pop()
+            band = joined
+        result.append(band)
+    return result

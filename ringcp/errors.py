@@ -1,0 +1,35 @@
+"""The errors that ringcp raises.
+
+    RingcpError
+    ├── ArgumentError (ValueError)            an argument that does not fit the others
+    │   └── LayoutError                       a mesh, a length or a shard that does not fit the layout
+    ├── UnsupportedError (NotImplementedError)  what ringcp, or the chosen kernel, cannot do
+    ├── AgreementError (RuntimeError)         the ranks of a group called with different arguments
+    └── PeerError (RuntimeError)              a peer died, or did not come in time
+
+Every message names the argument, what was expected, what came, and the fix.
+"""
+
+
+class RingcpError(Exception):
+    """Base of all errors that ringcp raises on purpose."""
+
+
+class ArgumentError(RingcpError, ValueError):
+    """An argument does not fit the others (dtypes, heads, shapes)."""
+
+
+class LayoutError(ArgumentError):
+    """A mesh, a length or a shard does not fit the layout."""
+
+
+class UnsupportedError(RingcpError, NotImplementedError):
+    """The request is understood, and ringcp or the chosen kernel cannot do it."""
+
+
+class AgreementError(RingcpError, RuntimeError):
+    """The ranks of one group made different calls. Raised on every rank; the next valid call works."""
+
+
+class PeerError(RingcpError, RuntimeError):
+    """A peer died, or did not come within the timeout. The group cannot be used afterwards."""

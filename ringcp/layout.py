@@ -1,0 +1,212 @@
+"""Layouts: which rank owns which tokens of the one long sequence.
+
+A layout is the single coordinate system of a sharded sequence: ids, labels, positions, masks and rope tables are
+all cut, gathered and checked through it. Chunk boundaries are ``floor(i * S / n)``: any length lies on any number
+of ranks, local lengths differ by a token or two, nothing is padded, and a rank may own no token at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringcp.errors import LayoutError
+
+_PRINTED_RANKS = 16
+_PRINTED_TOKENS = 64
+
+
+class Span(NamedTuple):
+    """The global positions ``range(start, stop, step)``."""
+
+    start: int
+    stop: int
+    step: int = 1
+
+    @property
+    def length(self) -> int:
+        return len(range(self.start, self.stop, self.step))
+
+
+def _contiguous(seq_len: int, world_size: int, rank: int) -> list[Span]:
+    return [_chunk(seq_len, world_size, rank)]
+
+
+def _head_tail(seq_len: int, world_size: int, rank: int) -> list[Span]:
+    num_chunks = 2 * world_size
+    return [_chunk(seq_len, num_chunks, rank), _chunk(seq_len, num_chunks, num_chunks - 1 - rank)]
+
+
+def _striped(seq_len: int, world_size: int, rank: int) -> list[Span]:
+    return [Span(rank, seq_len, world_size)]
+
+
+def _chunk(seq_len: int, num_chunks: int, i: int) -> Span:
+    return Span(i * seq_len // num_chunks, (i + 1) * seq_len // num_chunks)
+
+
+class _Kind(NamedTuple):
+    name: str
+    cls: str
+    spans: Callable[[int, int, int], list[Span]]
+
+
+# The place in this tuple is the layout's code in a spec.
+_KINDS = (
+    _Kind("contiguous", "Contiguous", _contiguous),
+    _Kind("head_tail", "HeadTail", _head_tail),
+    _Kind("striped", "Striped", _striped),
+)
+_CODES = {kind.name: code for code, kind in enumerate(_KINDS)} | {"auto": 1}
+LAYOUT_NAMES = tuple(_CODES)
+
+UNSIZED = -1
+
+
+class Layout:
+    """Which rank owns which tokens. Make one with `Contiguous`, `HeadTail` or `Striped`.
+
+    Attributes:
+        seq_len: number of tokens of the whole sequence.
+        world_size: number of ranks.
+        spec: int64 (3,) CPU tensor that encodes the layout; all that traced code touches.
+    """
+
+    def __init__(self, code: int, seq_len: int, world_size: int) -> None:
+        for name, value, least in (("seq_len", seq_len, 0), ("world_size", world_size, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise LayoutError(f"{name}: expected an integer of at least {least}, got {value!r}")
+        self.seq_len = seq_len
+        self.world_size = world_size
+        self._code = code
+        self.spec = torch.tensor([code, seq_len, world_size], dtype=torch.int64)
+
+    @property
+    def name(self) -> str:
+        """The word that `layout=` takes for a layout of this kind."""
+        return _KINDS[self._code].name
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The runs of positions that `rank` owns, in local order; none of them is empty."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank: expected 0 <= rank < world_size = {self.world_size}, got {rank}")
+        return _spans(self._code, self.seq_len, self.world_size, rank)
+
+    def local_len(self, rank: int) -> int:
+        """Number of tokens that `rank` owns."""
+        return sum(span.length for span in self.spans(rank))
+
+    def positions(self, rank: int) -> Tensor:
+        """Global positions of the tokens that `rank` owns, int64 (local_len,), the same for all batch rows."""
+        runs = [torch.arange(*span, dtype=torch.int64) for span in self.spans(rank)]
+        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+
+    def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
+        """The rows of `x` along `dim` (of length seq_len) that `rank` owns; a copy, differentiable.
+
+        Raises:
+            LayoutError: if `x` is not seq_len long in `dim`.
+        """
+        dim = self._checked_dim(x, dim, self.seq_len, "x")
+        rows = [x[(slice(None),) * dim + (slice(*span),)] for span in self.spans(rank)]
+        return torch.cat(rows, dim) if rows else x.narrow(dim, 0, 0).clone()
+
+    def unshard(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """The whole sequence from the shards of all ranks, in rank order; differentiable.
+
+        Raises:
+            LayoutError: if there is not one part a rank, or a part does not have its rank's length in `dim`.
+        """
+        if len(parts) != self.world_size:
+            raise LayoutError(f"parts: expected one per rank, {self.world_size}, got {len(parts)}")
+        for rank, part in enumerate(parts):
+            dim = self._checked_dim(part, dim, self.local_len(rank), f"parts[{rank}]")
+        order = torch.cat([self.positions(rank) for rank in range(self.world_size)]).argsort()
+        return torch.cat(tuple(parts), dim).index_select(dim, order.to(parts[0].device))
+
+    def _checked_dim(self, x: Tensor, dim: int, length: int, name: str) -> int:
+        if not -x.ndim <= dim < x.ndim:
+            raise LayoutError(f"dim: expected a dim of {name} with {x.ndim} dims, got {dim}")
+        dim %= x.ndim
+        if x.shape[dim] != length:
+            raise LayoutError(f"{name}: expected {length} tokens in dim {dim} for {self!r}, got {x.shape[dim]}")
+        return dim
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """The spec as a tuple: equal for equal layouts."""
+        return (self._code, self.seq_len, self.world_size)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"{_KINDS[self._code].cls}({self.seq_len}, {self.world_size})"
+
+    def __str__(self) -> str:
+        """Who owns what: a line a rank, and a letter a token where the sequence is short."""
+        lines = [f"{self!r}"]
+        for rank in range(min(self.world_size, _PRINTED_RANKS)):
+            runs = " ".join(
+                f"[{s.start}, {s.stop})" + (f" step {s.step}" if s.step > 1 else "") for s in self.spans(rank)
+            )
+            line = f"  rank {rank}: {self.local_len(rank)} tokens  {runs or 'none'}"
+            if self.seq_len <= _PRINTED_TOKENS:
+                owned = {p for span in self.spans(rank) for p in range(*span)}
+                line = f"{line:<48}" + "".join("#" if p in owned else "." for p in range(self.seq_len))
+            lines.append(line.rstrip())
+        if self.world_size > _PRINTED_RANKS:
+            lines.append(f"  ... {self.world_size - _PRINTED_RANKS} more ranks")
+        return "\n".join(lines)
+
+
+@lru_cache(maxsize=4096)
+def _spans(code: int, seq_len: int, world_size: int, rank: int) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    for span in _KINDS[code].spans(seq_len, world_size, rank):
+        if spans and span.step == 1 == spans[-1].step and spans[-1].stop == span.start:
+            spans[-1] = Span(spans[-1].start, span.stop)
+        elif span.length:
+            spans.append(span)
+    return tuple(spans)
+
+
+def Contiguous(seq_len: int, world_size: int) -> Layout:
+    """Rank r owns chunk r of `world_size`. Simple, good for windows; a causal mask leaves the first ranks idle."""
+    return Layout(_CODES["contiguous"], seq_len, world_size)
+
+
+def HeadTail(seq_len: int, world_size: int) -> Layout:
+    """Rank r owns chunks r and ``2 * world_size - 1 - r`` of ``2 * world_size`` (zigzag): causal work is even."""
+    return Layout(_CODES["head_tail"], seq_len, world_size)
+
+
+def Striped(seq_len: int, world_size: int) -> Layout:
+    """Rank r owns tokens r, r + world_size, ...: causal work is nearly even, windows touch every rank."""
+    return Layout(_CODES["striped"], seq_len, world_size)
+
+
+def layout_named(name: str, seq_len: int, world_size: int) -> Layout:
+    """The layout that `layout=name` means; "auto" is head-tail."""
+    return Layout(_CODES[name], seq_len, world_size)
+
+
+def unsized_spec(name: str) -> Tensor:
+    """The spec of a layout of this name whose length is not known yet."""
+    return _UNSIZED_SPECS[name]
+
+
+_UNSIZED_SPECS = {name: torch.tensor([code, UNSIZED, UNSIZED], dtype=torch.int64) for name, code in _CODES.items()}
+
+
+@lru_cache(maxsize=1024)
+def decode_layout(code: int, seq_len: int, world_size: int) -> Layout:
+    """The layout of a spec, its length and world size filled in."""
+    return Layout(code, seq_len, world_size)
