@@ -1,0 +1,99 @@
+"""What a kernel is: the contract that every adapter keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ringcp.lower import Caps, Form
+
+
+def _must_be_deterministic() -> bool:
+    """Whether torch has been told to fail rather than to run a nondeterministic algorithm."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is known before anything is sent, the same on every rank: a kernel accepts or refuses it.
+
+    needs_band: whether calls may have two edges, or one that is not causal.
+    needs_lse_grad: whether a gradient through the lse may come.
+    deterministic: whether a kernel whose bits vary from run to run must refuse; by default, what torch was told.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    q_heads: int
+    kv_heads: int
+    needs_band: bool
+    needs_grad: bool
+    needs_lse_grad: bool
+    deterministic: bool = field(default_factory=_must_be_deterministic)
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, needs_band: bool, needs_grad: bool, needs_lse_grad: bool) -> Problem:
+    """The problem that these tensors pose."""
+    return Problem(
+        device=q.device,
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        q_heads=q.shape[1],
+        kv_heads=k.shape[1],
+        needs_band=needs_band,
+        needs_grad=needs_grad,
+        needs_lse_grad=needs_lse_grad,
+    )
+
+
+class Kernel(Protocol):
+    """Attention on one device. Shapes: q (B, Hq, M, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv), any strides, Hkv | Hq
+    (query head h uses key/value head ``h // (Hq // Hkv)``); M, N >= 1.
+    """
+
+    name: str
+    caps: Caps
+
+    @property
+    def switch(self) -> str | None:
+        """The back end of `torch.nn.attention.sdpa_kernel` that turns it on and off ("flash", "cudnn", "efficient",
+        "math"); None if that does not concern it.
+        """
+
+    def refusals(self, problem: Problem) -> list[str]:
+        """Every reason why it cannot do `problem` (``"head_dim 264 > 256"``); empty when it can."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float) -> tuple[Tensor, Tensor]:
+        """out (B, Hq, M, Dv) in q's dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64 inputs)."""
+        ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        *,
+        form: Form,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of these pairs, in the inputs' dtype.
+
+        `out` and `lse` are the *final* ones, merged over all calls of the rows: with P = exp(scale q k^T - lse) and
+        delta = rowsum(dout * out) - dlse, dS = P * (dout v^T - delta). Rows that attend to nothing anywhere have
+        lse = +inf here, which makes P zero.
+        """
+        ...
+
+
+__all__ = ["Form", "Kernel", "Problem", "problem_of"]

@@ -1,0 +1,87 @@
+"""Kernel "reference": attention by plain matmul and softmax. The oracle of every other kernel, and the last resort.
+
+Shapes: B batch, Hq Hkv heads, G = Hq / Hkv query heads per KV head, M query rows, N keys, D head dim, Dv of v.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringcp.kernels.base import Form, Problem
+from ringcp.kernels.operands import allowed
+from ringcp.kernels.refusals import word
+from ringcp.lower import Caps
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Any device, floating dtype, head dims and band; memory for the whole score matrix.
+
+    Computes in fp32 (fp64 for fp64 inputs). Not differentiable: backward is a function of its own.
+    """
+
+    name = "reference"
+    caps = Caps(causal="top_left", band="any")
+    switch = "math"
+
+    def refusals(self, problem: Problem) -> list[str]:
+        return [] if problem.dtype.is_floating_point else [f"dtype {word(problem.dtype)} is not floating"]
+
+    @torch.no_grad()
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float) -> tuple[Tensor, Tensor]:
+        q_BHRD, k_BHND, v_BHNE = _grouped(q, k.shape[1]), _wide(k), _wide(v)
+        scores_BHRN = _scores(q_BHRD, k_BHND, q.shape[2], form, scale)
+        lse_BHR = scores_BHRN.logsumexp(-1)
+        out_BHRE = (scores_BHRN - lse_BHR.unsqueeze(-1)).exp() @ v_BHNE
+        return _ungrouped(out_BHRE, q).to(q.dtype), lse_BHR.reshape(q.shape[:3])
+
+    @torch.no_grad()
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        *,
+        form: Form,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q_BHRD, k_BHND, v_BHNE = _grouped(q, k.shape[1]), _wide(k), _wide(v)
+        dout_BHRE, out_BHRE = _grouped(dout, k.shape[1]), _grouped(out, k.shape[1])
+        scores_BHRN = _scores(q_BHRD, k_BHND, q.shape[2], form, scale)
+        probs_BHRN = (scores_BHRN - lse.reshape(scores_BHRN.shape[:-1]).unsqueeze(-1)).exp()
+        delta_BHR = (dout_BHRE * out_BHRE).sum(-1)
+        if dlse is not None:
+            delta_BHR = delta_BHR - dlse.reshape(delta_BHR.shape)
+        dscores_BHRN = probs_BHRN * (dout_BHRE @ v_BHNE.mT - delta_BHR.unsqueeze(-1)) * scale
+        dq_BHRD = dscores_BHRN @ k_BHND
+        dk_BHND = dscores_BHRN.mT @ q_BHRD
+        dv_BHNE = probs_BHRN.mT @ dout_BHRE
+        return _ungrouped(dq_BHRD, q).to(q.dtype), dk_BHND.to(k.dtype), dv_BHNE.to(v.dtype)
+
+
+def _scores(q_BHRD: Tensor, k_BHND: Tensor, m: int, form: Form, scale: float) -> Tensor:
+    scores_BHRN = q_BHRD @ k_BHND.mT * scale
+    if form != Form():
+        mask_MN = allowed(m, k_BHND.shape[2], form, q_BHRD.device)
+        scores_BHRN.unflatten(2, (-1, m)).masked_fill_(~mask_MN, float("-inf"))
+    return scores_BHRN
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _grouped(x_BHMD: Tensor, kv_heads: int) -> Tensor:
+    """(B, Hkv, G * M, D): the query heads of one KV head as rows of one matrix, so that keys are never repeated."""
+    return _wide(x_BHMD).unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def _ungrouped(x_BHRD: Tensor, q_BHMD: Tensor) -> Tensor:
+    return x_BHRD.reshape(*q_BHMD.shape[:3], x_BHRD.shape[-1])

@@ -1,0 +1,80 @@
+"""Kernel "sdpa_flash_cpu": torch's flash attention for CPUs.
+
+The op reads a last dim of any stride as if it were 1, and returns wrong numbers without a word; it takes every other
+stride, 0 included. It dies on 0 rows or keys. A row that attends to nothing would get lse 0.0; forms have none.
+
+Shapes: B batch, H heads, M query rows, N keys, D head dim of q and k, Dv of v, W the wider of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringcp.kernels import refusals
+from ringcp.kernels.base import Form, Problem
+from ringcp.kernels.operands import additive_mask, padded, shared_width, unit_stride, with_lse_grad
+from ringcp.lower import Caps
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class SdpaFlashCpu:
+    """fp32, fp64, bf16, fp16 (whose backward is slow); GQA without repeats; bands by an additive mask."""
+
+    forward_op: Callable[..., Any] = _aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward_op: Callable[..., Any] = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    name = "sdpa_flash_cpu"
+    caps = Caps(causal="top_left", band="mask")
+    switch = "flash"
+
+    def refusals(self, problem: Problem) -> list[str]:
+        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        return refusals.shared(problem, self.caps, device="cpu", dtypes=dtypes, max_dim=None, multiple=1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float) -> tuple[Tensor, Tensor]:
+        value_dim = v.shape[-1]
+        width = max(q.shape[-1], value_dim)
+        q_BHMW, k_BHNW, v_BHNW = (unit_stride(padded(x, width)) for x in (q, k, v))
+        is_causal, mask_MN = _mask(q, k, form)
+        out_BHMW, lse_BHM = self.forward_op(q_BHMW, k_BHNW, v_BHNW, 0.0, is_causal, attn_mask=mask_MN, scale=scale)
+        return out_BHMW[..., :value_dim], lse_BHM
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        *,
+        form: Form,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dim, value_dim = q.shape[-1], v.shape[-1]
+        width = shared_width(dim, value_dim, dlse, q.dtype, multiple=1)
+        q_BHMW, k_BHNW, v_BHNW = (unit_stride(padded(x, width)) for x in (q, k, v))
+        dout_BHMW, out_BHMW = (unit_stride(x) for x in with_lse_grad(dout, out, dlse, width, q.dtype))
+        is_causal, mask_MN = _mask(q, k, form)
+        dq, dk, dv = self.backward_op(
+            dout_BHMW, q_BHMW, k_BHNW, v_BHNW, out_BHMW, lse, 0.0, is_causal, attn_mask=mask_MN, scale=scale
+        )
+        return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
+
+
+def _mask(q: Tensor, k: Tensor, form: Form) -> tuple[bool, Tensor | None]:
+    m, n = q.shape[2], k.shape[2]
+    assert m * n > 0, f"an empty tile of {m} rows and {n} keys must not reach a kernel"
+    if form == Form():
+        return False, None
+    if form == Form(lo=0):
+        return True, None
+    return False, additive_mask(m, n, form, dtype=q.dtype, device=q.device)
