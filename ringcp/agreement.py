@@ -1,0 +1,103 @@
+"""Agreement: before anything is sent, the ranks of a group vote on the call that they are about to make.
+
+A vote is a few integers a rank, on a host channel: never NCCL. Words are exchanged only after a bad vote; then every
+rank raises and names the odd one, and the next valid call works. A rank that refuses its arguments still votes, so that
+its peers raise too instead of waiting.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+
+from ringcp.errors import AgreementError, PeerError, RingcpError
+from ringcp.groups import Channel, GroupState
+
+_WORDS_BYTES = 2048
+_VOTE_TAG, _WORDS_TAG = 1 << 30, (1 << 30) + 1
+
+
+class Vote(NamedTuple):
+    """What one rank says: a hash of everything that must be equal, its call number and length, and whether it refuses."""
+
+    signature: int
+    call: int
+    local_len: int
+    refused: int
+
+
+def signature(description: str) -> int:
+    """A 63-bit hash (blake2b) of the canonical description of a call."""
+    return int.from_bytes(blake2b(description.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def agree(
+    state: GroupState,
+    describe: Callable[[], str],
+    local_len: int,
+    refusal: RingcpError | None,
+    timeout: float | None,
+) -> list[int]:
+    """Vote on one call; the local lengths of all ranks. A group of one does not vote.
+
+    describe: everything that must be equal on all ranks, as "name=value; name=value".
+    refusal: why this rank cannot make the call, if it cannot.
+
+    Raises:
+        AgreementError: on every rank, if the calls differ or another rank refuses; the odd ranks are named.
+        PeerError: if a rank does not come in time. The group is broken then.
+        RingcpError: `refusal`, after the vote.
+    """
+    if state.channel is None:
+        if refusal is not None:
+            raise refusal
+        return [local_len]
+    words = "" if refusal is not None else describe()
+    mine = Vote(signature(words), state.calls, local_len, refusal is not None)
+    try:
+        received = state.channel.exchange(torch.tensor(mine, dtype=torch.int64), _VOTE_TAG, timeout)
+        votes = [Vote(*vote.tolist()) for vote in received]
+        if not any(vote.refused for vote in votes) and len({vote[:2] for vote in votes}) == 1:
+            return [vote.local_len for vote in votes]
+        said = _exchange_words(state.channel, str(refusal) if refusal is not None else words, timeout)
+    except PeerError as error:
+        state.broken = str(error)
+        raise
+    # The call numbers may have drifted apart: all ranks go on from the highest.
+    state.calls = max(vote.call for vote in votes)
+    if refusal is not None:
+        raise refusal
+    raise AgreementError(f"rank {state.rank}: {_verdict(votes, said)}. Nothing was sent.")
+
+
+def _exchange_words(channel: Channel, words: str, timeout: float | None) -> list[str]:
+    data = words.encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES, b"\0")
+    received = channel.exchange(torch.tensor(list(data), dtype=torch.uint8), _WORDS_TAG, timeout)
+    return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in received]
+
+
+def _verdict(votes: list[Vote], said: list[str]) -> str:
+    refused = [f"rank {rank} refused its arguments ({said[rank]})" for rank, vote in enumerate(votes) if vote.refused]
+    if refused:
+        return "; ".join(refused)
+    ballots = [(vote.signature, vote.call) for vote in votes]
+    usual = Counter(ballots).most_common(1)[0][0]
+    reference = ballots.index(usual)
+    return "; ".join(
+        f"rank {rank} made a different call than rank {reference}: "
+        + _difference(said[rank], said[reference], votes[rank].call, votes[reference].call)
+        for rank, ballot in enumerate(ballots)
+        if ballot != usual
+    )
+
+
+def _difference(odd: str, usual: str, odd_call: int, usual_call: int) -> str:
+    pairs = zip(odd.split("; "), usual.split("; "), strict=False)
+    different = [f"{a}, not {b}" for a, b in pairs if a != b]
+    if odd_call != usual_call:
+        different.append(f"its call number {odd_call}, not {usual_call}")
+    return ", ".join(different) or "descriptions too long to compare"

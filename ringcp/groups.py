@@ -1,0 +1,150 @@
+"""Process groups: the state that ringcp keeps of each, and the host channel on which its ranks vote."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringcp.errors import LayoutError, PeerError
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of a 1-D mesh.
+
+    Raises:
+        LayoutError: if `mesh` is not a 1-D DeviceMesh, or there is no process group.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(
+            f"mesh: expected a 1-D DeviceMesh, got {type(mesh).__name__}; make one with "
+            "torch.distributed.device_mesh.init_device_mesh, or DeviceMesh.from_group for a process group"
+        )
+    if mesh.ndim != 1:
+        raise LayoutError(
+            f"mesh: expected a mesh of 1 dim, got one of {mesh.ndim} dims {mesh.mesh_dim_names}; take the slice over which the "
+            'sequence is split, such as mesh["cp"]'
+        )
+    return mesh.get_group()
+
+
+class Channel(Protocol):
+    def exchange(self, message: torch.Tensor, tag: int, timeout: float | None) -> list[torch.Tensor]:
+        """Every rank's message (all of one shape and dtype), in rank order.
+
+        Raises:
+            PeerError: if a rank does not come in time, by its number.
+        """
+        ...
+
+
+class GlooChannel:
+    """Pairwise messages on the group's CPU backend: one round, and a missing rank is known by its number."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def exchange(self, message: torch.Tensor, tag: int, timeout: float | None) -> list[torch.Tensor]:
+        peers = [rank for rank in range(self._world_size) if rank != self._rank]
+        received = [torch.empty_like(message) for _ in range(self._world_size)]
+        received[self._rank] = message
+        deadline = None if timeout is None else time.monotonic() + timeout
+        awaited = peers[0] if peers else self._rank
+        try:
+            sends = [self._group.send([message], peer, tag) for peer in peers]
+            recvs = [(peer, self._group.recv([received[peer]], peer, tag)) for peer in peers]
+            for awaited, work in [*recvs, *zip(peers, sends, strict=True)]:
+                if deadline is None:
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+        except RuntimeError as error:
+            raise _absent(self._rank, [awaited], timeout, error) from error
+        return received
+
+
+class StoreChannel:
+    """Messages through the group's key-value store, for groups without a CPU backend."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank, self._world_size = rank, world_size
+        self._round = 0
+
+    def exchange(self, message: torch.Tensor, tag: int, timeout: float | None) -> list[torch.Tensor]:
+        self._round += 1
+        keys = [f"ringcp/{self._round}/{rank}" for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], bytes(message.view(torch.uint8).tolist()))
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout) if timeout is not None else self._store.timeout)
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise _absent(self._rank, missing, timeout, error) from error
+        if self._round > 2:  # whoever has come to this round has read the one before the last
+            self._store.delete_key(f"ringcp/{self._round - 2}/{self._rank}")
+        read = [torch.frombuffer(bytearray(self._store.get(key)), dtype=message.dtype) for key in keys]
+        return [words.view(message.shape) for words in read]
+
+
+def _absent(rank: int, missing: Sequence[int], timeout: float | None, error: BaseException) -> PeerError:
+    limit = "the group's timeout" if timeout is None else f"{timeout:g} s"
+    return PeerError(
+        f"rank {rank}, vote before step 0: waited for the vote of rank {', '.join(map(str, missing))}, which died or did "
+        f"not call within {limit}: look for its error, or raise timeout=. ({error})"
+    )
+
+
+@dataclass
+class GroupState:
+    """What ringcp remembers of one process group."""
+
+    rank: int
+    world_size: int
+    channel: Channel | None
+    calls: int = 0
+    warm: bool = False
+    broken: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def check_usable(self) -> None:
+        if self.broken:
+            raise PeerError(
+                f"rank {self.rank}: the group was broken by an earlier failure and cannot be used any more; destroy it and "
+                f"make a new one. The failure: {self.broken}"
+            )
+
+    def next_call(self) -> int:
+        with self.lock:
+            self.calls += 1
+            return self.calls
+
+
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
+_states_lock = threading.Lock()
+
+
+def state_of(group: dist.ProcessGroup) -> GroupState:
+    """The state of a group, made on first use."""
+    with _states_lock:
+        state = _states.get(group)
+        if state is None:
+            rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+            state = _states[group] = GroupState(rank, world_size, _channel(group, rank, world_size))
+        return state
+
+
+def _channel(group: dist.ProcessGroup, rank: int, world_size: int) -> Channel | None:
+    if world_size == 1:
+        return None
+    if torch.device("cpu") in group._device_types:
+        return GlooChannel(group)
+    return StoreChannel(group.get_group_store(), rank, world_size)

@@ -1,0 +1,24 @@
+"""Merging partial softmax results through their log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which out, lse, dq, dk and dv are summed: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge the result of further keys into `out` (..., S, D) and `lse` (..., S), in place.
+
+    ``lse' = log(exp(lse) + exp(block_lse))`` and ``out' = out + exp(block_lse - lse') (block_out - out)``
+    (online softmax, Milakov and Gimelshein 2018). An lse of -inf stands for "no key so far", on either side or both.
+    """
+    merged = torch.logaddexp(lse, block_lse)
+    # (-inf) - (-inf): neither side has a key, and nothing changes.
+    weight = (block_lse - merged).exp_().nan_to_num_(nan=0.0)
+    out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(merged)

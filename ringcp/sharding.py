@@ -1,0 +1,235 @@
+"""`shard`, `unshard` and `all_gather`: between whole sequences and the shards of a layout. Differentiable.
+
+The gradients are those of the sum over ranks of each rank's loss: what one rank holds whole and all ranks cut from
+is summed over all of them. They are our own functions, since the differentiable collectives of torch break in subgroups
+on gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringcp.agreement import agree
+from ringcp.errors import LayoutError, PeerError, RingcpError
+from ringcp.groups import GroupState, group_of, state_of
+from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
+from ringcp.merge import accumulator_dtype
+
+T = TypeVar("T")
+
+
+def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto") -> Tensor:
+    """This rank's rows of a whole tensor that every rank holds.
+
+    Args:
+        x: any tensor with the whole sequence in `dim`.
+        mesh: the 1-D mesh over which the sequence is split.
+        layout: a `Layout`, or a name; "auto" is head-tail.
+
+    Returns:
+        A copy of the rows that this rank owns, in the layout's order. Nothing is sent in forward; in backward, the
+        gradients of all ranks are gathered, so that each has the whole gradient of x.
+
+    Raises:
+        LayoutError: a mesh that is not 1-D, an unknown layout, or an `x` that is not as long as the layout.
+        AgreementError: only if `x` requires grad: the ranks called with different shapes or layouts.
+    """
+    group = group_of(mesh)
+    state = state_of(group)
+    lay: Layout | None = None
+    refusal: RingcpError | None = None
+    try:
+        _check_dim(x, dim)
+        lay = _sized(layout, x.shape[dim], state.world_size)
+        if x.shape[dim] != lay.seq_len:
+            raise LayoutError(
+                f"x: expected {lay.seq_len} tokens in dim {dim} for {lay!r}, got {x.shape[dim]}; pass x whole"
+            )
+    except RingcpError as error:
+        refusal = error
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    if needs_grad and state.world_size > 1:
+        _vote(
+            state, lambda: f"call=shard; x={tuple(x.shape)} {x.dtype}; dim={dim % x.ndim}; layout={lay!r}", 0, refusal
+        )
+    if refusal is not None:
+        raise refusal
+    assert lay is not None
+    if needs_grad and state.world_size > 1:
+        return _Shard.apply(x, group, state, lay, dim % x.ndim)
+    return lay.shard(x, state.rank, dim)
+
+
+def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto") -> Tensor:
+    """The whole sequence, on every rank, from each rank's rows.
+
+    Args:
+        x: this rank's rows in `dim`, in the layout's order.
+        mesh: the 1-D mesh over which the sequence is split.
+        layout: the layout that x was sharded with: a `Layout`, or a name, for which the length is the sum of the local lengths;
+            "auto" is head-tail.
+
+    Returns:
+        The tensor in the order of the sequence. In backward each rank gets the sum over all ranks of the gradients of its rows.
+
+    Raises:
+        LayoutError: a mesh that is not 1-D, an unknown layout, or, on every rank, rows that do not fit it.
+        AgreementError: the ranks called with different shapes, dtypes or layouts.
+        PeerError: a peer died or did not come.
+    """
+    group = group_of(mesh)
+    state = state_of(group)
+    lengths = _gather_vote(
+        x, state, dim, f"unshard; layout={layout!r}", lambda: _check_layout(layout, state.world_size)
+    )
+    lay = _sized(layout, sum(lengths), state.world_size)
+    wrong = {r: n for r, n in enumerate(lengths) if n != lay.local_len(r)}
+    if wrong:
+        raise LayoutError(
+            f"x: expected local lengths in dim {dim} that {lay!r} gives, {[lay.local_len(r) for r in wrong]} on ranks {list(wrong)}, "
+            f"got {list(wrong.values())}; pass the layout that the shards were made with"
+        )
+    return lay.unshard(_gathered(x, group, state, lengths, dim), dim)
+
+
+def all_gather(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
+    """The tensors of all ranks behind one another in `dim`, in rank order; they may differ in length there.
+
+    In backward each rank gets the sum over all ranks of the gradients of its rows.
+
+    Raises:
+        LayoutError: a mesh that is not 1-D, or a dim that x does not have.
+        AgreementError: the ranks called with different shapes (beside `dim`) or dtypes.
+        PeerError: a peer died or did not come.
+    """
+    group = group_of(mesh)
+    state = state_of(group)
+    lengths = _gather_vote(x, state, dim, "all_gather", lambda: None)
+    return torch.cat(_gathered(x, group, state, lengths, dim), dim)
+
+
+def _gather_vote(x: Tensor, state: GroupState, dim: int, call: str, check: Callable[[], None]) -> list[int]:
+    refusal: RingcpError | None = None
+    try:
+        _check_dim(x, dim)
+        check()
+    except RingcpError as error:
+        refusal = error
+
+    def describe() -> str:
+        rest = [n for i, n in enumerate(x.shape) if i != dim % x.ndim]
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        return f"call={call}; x={rest} beside dim {dim % x.ndim}; dtype={x.dtype}; needs_grad={needs_grad}"
+
+    return _vote(state, describe, x.shape[dim] if refusal is None else 0, refusal)
+
+
+def _vote(state: GroupState, describe: Callable[[], str], length: int, refusal: RingcpError | None) -> list[int]:
+    state.check_usable()
+    state.next_call()
+    return agree(state, describe, length, refusal, None)
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not -x.ndim <= dim < x.ndim:
+        raise LayoutError(f"dim: expected a dim of x with {x.ndim} dims, got {dim}; name the sequence dim")
+
+
+def _check_layout(layout: Layout | str, world_size: int) -> None:
+    if isinstance(layout, Layout):
+        if layout.world_size != world_size:
+            raise LayoutError(
+                f"layout: expected one for the {world_size} ranks of mesh, got {layout!r}; make it with mesh.size()"
+            )
+    elif layout not in LAYOUT_NAMES:
+        names = ", ".join(LAYOUT_NAMES)
+        raise LayoutError(f"layout: expected a ringcp layout or one of {names}, got {layout!r}; choose one of these")
+
+
+def _sized(layout: Layout | str, seq_len: int, world_size: int) -> Layout:
+    _check_layout(layout, world_size)
+    return layout if isinstance(layout, Layout) else layout_named(layout, seq_len, world_size)
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int) -> Sequence[Tensor]:
+    if state.world_size == 1:
+        return (x,)
+    return _Gather.apply(x, group, state, lengths, dim % x.ndim)
+
+
+class _Gather(torch.autograd.Function):
+    """Each rank's part, on every rank; backward sums each part's gradients on its rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int
+    ) -> tuple[Tensor, ...]:
+        ctx.options = group, state, lengths, dim
+        return tuple(_gather(x, group, state, lengths, dim))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _reduce(grads, *ctx.options), None, None, None, None
+
+
+class _Shard(torch.autograd.Function):
+    """The rank's rows; backward gathers the gradients of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, state: GroupState, layout: Layout, dim: int) -> Tensor:
+        ctx.options = group, state, layout, dim
+        return layout.shard(x, state.rank, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        group, state, layout, dim = ctx.options
+        lengths = [layout.local_len(rank) for rank in range(layout.world_size)]
+        return layout.unshard(_gather(grad, group, state, lengths, dim), dim), None, None, None, None
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int) -> list[Tensor]:
+    """Parts of different lengths travel padded to the longest one, as bytes."""
+    rows = x.movedim(dim, 0)
+    longest = max(lengths)
+    sent = rows.new_zeros((longest, *rows.shape[1:]))
+    sent[: rows.shape[0]] = rows
+    received = rows.new_empty((state.world_size, *sent.shape))
+    if sent.numel():
+        flat_in, flat_out = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
+        _collective(state, "all-gather", lambda: dist.all_gather_into_tensor(flat_out, flat_in, group=group))
+    return [received[rank, :length].movedim(0, dim) for rank, length in enumerate(lengths)]
+
+
+def _reduce(
+    parts: Sequence[Tensor], group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int
+) -> Tensor:
+    """Part r of all ranks, summed on rank r: in the accumulator's dtype and in rank order, whatever the backend does."""
+    rows = [part.movedim(dim, 0) for part in parts]
+    sent = rows[0].new_zeros((state.world_size, max(lengths), *rows[0].shape[1:]))
+    for rank, part in enumerate(rows):
+        sent[rank, : part.shape[0]] = part
+    received = torch.empty_like(sent)
+    if sent.numel():
+        _collective(state, "all-to-all", lambda: dist.all_to_all_single(received.view(-1), sent.view(-1), group=group))
+    mine = received[:, : lengths[state.rank]].to(accumulator_dtype(sent.dtype))
+    total = mine[0].clone()
+    for rank in range(1, state.world_size):
+        total += mine[rank]
+    return total.to(sent.dtype).movedim(0, dim)
+
+
+def _collective(state: GroupState, name: str, run: Callable[[], T]) -> T:
+    state.check_usable()
+    try:
+        return run()
+    except RuntimeError as error:
+        state.broken = f"{name}: {error}"
+        raise PeerError(
+            f"rank {state.rank}: {name} did not go through; a peer died, or did not come: look for its error. ({error})"
+        ) from error

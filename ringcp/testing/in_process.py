@@ -1,0 +1,98 @@
+"""The real executor with all ranks in one process, inside one autograd node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringcp.errors import LayoutError, UnsupportedError
+from ringcp.executor import Job, Run, backward, drive_all, forward
+from ringcp.kernels.base import problem_of
+from ringcp.kernels.registry import choose
+from ringcp.layout import Layout, layout_named
+from ringcp.lower import lower
+from ringcp.mask import Full, Mask
+from ringcp.schedule import build
+from ringcp.topology import ring
+from ringcp.transport import InProcess
+
+
+def in_process(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    world_size: int,
+    mask: Mask | None = None,
+    layout: Layout | str = "auto",
+    mode: str = "ring",
+    kernel: str = "auto",
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over whole tensors, computed as `world_size` ranks would: same schedule, kernels, merges and messages.
+
+    Args:
+        q: (B, Hq, S, D); k: (B, Hkv, S, D); v: (B, Hkv, S, Dv): the whole sequence, on a CPU or one GPU.
+        world_size, mask, layout, mode, kernel, scale, return_lse: as in `ringcp.attention`.
+
+    Returns:
+        out (B, Hq, S, Dv) in the order of the sequence, and with `return_lse` lse (B, Hq, S). Differentiable once.
+
+    Raises:
+        UnsupportedError: for a mode other than "ring", or if no kernel can do it.
+    """
+    if mode not in ("ring", "auto"):
+        raise UnsupportedError(f"mode: expected 'ring' or 'auto', got {mode!r}; choose one of these")
+    seq_len = q.shape[2]
+    lay = layout_named(layout, seq_len, world_size) if isinstance(layout, str) else layout
+    if (lay.seq_len, lay.world_size) != (seq_len, world_size):
+        raise LayoutError(f"layout: expected one for {seq_len} tokens on {world_size} ranks, got {lay!r}")
+    out, lse = _InProcess.apply(q, k, v, lay, Full() if mask is None else mask, kernel, scale, return_lse)
+    return (out, lse) if return_lse else out
+
+
+class _InProcess(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        mask: Mask,
+        kernel_name: str,
+        scale: float | None,
+        lse_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        needs_grad = any(ctx.needs_input_grad)
+        kernel = choose(kernel_name, problem_of(q, k, v, mask.needs_band, needs_grad, needs_grad and lse_grad))
+
+        def run_all(run: Callable[..., Run], *tensors: Tensor | None) -> list[Any]:
+            transport = InProcess()
+            runs = []
+            for rank in range(layout.world_size):
+                plan = lower(build(layout, mask, ring(layout.world_size), rank), kernel.caps)
+                job = Job(plan, kernel, q.shape[3] ** -0.5 if scale is None else scale, transport.endpoint(rank), 0)
+                runs.append(run(job, *(None if x is None else layout.shard(x, rank, 2) for x in tensors)))
+            results = drive_all(runs)
+            return [layout.unshard(parts, 2) for parts in zip(*results, strict=True)]
+
+        out, lse = run_all(forward, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.run_all = run_all
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 8
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = ctx.run_all(backward, dout, dlse, q, k, v, out, lse)
+        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), *(None,) * 5

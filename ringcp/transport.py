@@ -1,0 +1,170 @@
+"""Transports: how messages reach other ranks. The only place, besides agreement and the public layer, that knows
+`torch.distributed`.
+
+A transport posts one step's sends and receives together and returns a `Pending`; the executor computes and then waits.
+Peers are group ranks. Buffers must not be touched between post and wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ringcp.errors import PeerError
+
+
+class Parcel(NamedTuple):
+    """One message. `tag` matches a send to its receive; `what` is said in errors."""
+
+    tensor: Tensor
+    peer: int
+    tag: int
+    what: str
+
+
+class Pending(Protocol):
+    """Transfers under way."""
+
+    def wait(self) -> None:
+        """Return when they are done (on CUDA: when the current stream has been told to wait for them)."""
+        ...
+
+
+class Transport(Protocol):
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str) -> Pending:
+        """Start all transfers; `where` ("forward step 2") is said in errors."""
+        ...
+
+
+class P2P:
+    """Point-to-point messages in one process group: gloo on CPUs, NCCL on GPUs.
+
+    timeout: seconds to wait for one step's transfers on gloo; None for the group's own timeout. On NCCL the waiting is
+        the stream's, and the watchdog decides.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
+        self._group = group
+        self._timeout = timeout
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str) -> Pending:
+        # Sends before receives, in one batch, in the same order on every rank: NCCL matches by order alone.
+        ops = [(dist.isend, parcel) for parcel in sends] + [(dist.irecv, parcel) for parcel in recvs]
+        batch = [dist.P2POp(op, p.tensor, group=self._group, group_peer=p.peer, tag=p.tag) for op, p in ops]
+        try:
+            works = dist.batch_isend_irecv(batch)
+        except RuntimeError as error:
+            raise self._peer_error(where, ops[0][1], "sending to", error) from error
+        return _Works(self, works, sends, recvs, where)
+
+    def _peer_error(self, where: str, parcel: Parcel, verb: str, error: RuntimeError) -> PeerError:
+        limit = "the group's timeout" if self._timeout is None else f"{self._timeout:g} s"
+        return PeerError(
+            f"rank {dist.get_rank(self._group)}, {where}: {verb} rank {parcel.peer}: {parcel.what} of "
+            f"{parcel.tensor.numel() * parcel.tensor.element_size()} bytes did not go through within {limit}; "
+            f"the peer died, or did not come: look for its error, or raise timeout=. ({error})"
+        )
+
+
+class _Works:
+    def __init__(
+        self, transport: P2P, works: list[dist.Work], sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str
+    ) -> None:
+        self._transport = transport
+        self._works = works
+        self._sends = sends
+        self._recvs = recvs
+        self._where = where
+
+    def wait(self) -> None:
+        parcels = [("sending to", p) for p in self._sends] + [("receiving from", p) for p in self._recvs]
+        if len(self._works) != len(parcels):  # NCCL: one work for the batch, and only the stream waits
+            for work in self._works:
+                work.wait()
+            return
+        timeout = self._transport._timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        # Receives first: a missing message is the better clue.
+        for work, (verb, parcel) in reversed(list(zip(self._works, parcels, strict=True))):
+            try:
+                if deadline is None:
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+            except RuntimeError as error:
+                raise self._transport._peer_error(self._where, parcel, verb, error) from error
+
+
+class InProcess:
+    """The ranks of one process: a send waits in a mailbox until the receiver copies it. See `executor.drive_all`."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int, int], deque[_Letter]] = {}
+
+    def endpoint(self, rank: int) -> Transport:
+        """The transport of one rank."""
+        return _Endpoint(self._boxes, rank)
+
+
+class _Letter:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.delivered = False
+
+
+class _Endpoint:
+    def __init__(self, boxes: dict[tuple[int, int, int], deque[_Letter]], rank: int) -> None:
+        self._boxes = boxes
+        self._rank = rank
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str) -> Delivery:
+        letters = []
+        for parcel in sends:
+            letters.append(_Letter(parcel.tensor))
+            self._boxes.setdefault((self._rank, parcel.peer, parcel.tag), deque()).append(letters[-1])
+        return Delivery(self._boxes, self._rank, letters, list(recvs), where)
+
+
+class Delivery:
+    """A `Pending` that is polled, since nothing in one process may block."""
+
+    def __init__(
+        self,
+        boxes: dict[tuple[int, int, int], deque[_Letter]],
+        rank: int,
+        letters: list[_Letter],
+        recvs: list[Parcel],
+        where: str,
+    ) -> None:
+        self._boxes = boxes
+        self._rank = rank
+        self._letters = letters
+        self._recvs = recvs
+        self.where = where
+
+    def ready(self) -> bool:
+        """Take what has arrived; whether all receives are in and all sends are taken."""
+        waiting = []
+        for parcel in self._recvs:
+            box = self._boxes.get((parcel.peer, self._rank, parcel.tag))
+            if not box:
+                waiting.append(parcel)
+                continue
+            letter = box.popleft()
+            assert letter.tensor.numel() == parcel.tensor.numel(), f"{self.where}: {parcel.what} of another length"
+            parcel.tensor.copy_(letter.tensor)
+            letter.delivered = True
+        self._recvs = waiting
+        return not waiting and all(letter.delivered for letter in self._letters)
+
+    def wait(self) -> None:
+        if not self.ready():
+            raise RuntimeError(
+                f"rank {self._rank}, {self.where}: nothing in one process can be waited for; use drive_all"
+            )
