@@ -22,7 +22,7 @@ _VOTE_TAG, _WORDS_TAG = 1 << 30, (1 << 30) + 1
 
 
 class Vote(NamedTuple):
-    """What one rank says: a hash of everything that must be equal, its call number and length, and whether it refuses."""
+    """What one rank says: a hash of what must be equal, its call number and length, and whether it refuses."""
 
     signature: int
     call: int

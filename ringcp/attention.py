@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringcp.errors import UnsupportedError
 from ringcp.groups import group_of
 from ringcp.layout import LAYOUT_NAMES, Layout, unsized_spec
 from ringcp.mask import Full, Mask
@@ -40,7 +41,7 @@ def attention(
 
     Args:
         q: (B, Hq, S_local, D), fp32, fp64, bf16 or fp16, any strides.
-        k: (B, Hkv, S_local, D); Hkv divides Hq, and query head h uses head ``h // (Hq // Hkv)``. Heads are never repeated.
+        k: (B, Hkv, S_local, D); Hkv divides Hq, and query head h uses head ``h // (Hq // Hkv)``, never repeated.
         v: (B, Hkv, S_local, Dv).
         mesh: the 1-D `DeviceMesh` over which the sequence is split, such as ``mesh["cp"]`` of a larger one.
         mask: which positions attend to which; None is full attention.
@@ -51,15 +52,15 @@ def attention(
         scale: factor on the scores; None is ``D ** -0.5``.
         kernel: "auto", or the name of a kernel or of a family of them ("sdpa", "reference").
         return_lse: also return the log-sum-exp of the scaled scores.
-        agree: when the ranks vote on their arguments: "call", before each call (default on CPU; measured at 0.1 to 0.2 ms
-            a call between 2 ranks over gloo on 2 cores, 0.4 ms between 4), or "context" (default on CUDA): not
-            in this call, if `seq_len` or a `Layout` says the length. Without a vote the local length is still checked before anything
-            is sent, but ranks that disagree in heads, dtype, mask or options are not noticed.
+        agree: when the ranks vote on their arguments: "call", before each call (default on CPU; @VOTE@),
+            or "context" (default on CUDA): not in this call, if `seq_len` or a `Layout` says the length.
+            Without a vote the local length is still checked before anything is sent, but ranks that disagree in
+            heads, dtype, mask or options are not noticed.
         timeout: seconds (or a `timedelta`) to wait for peers; None is the process group's own timeout.
 
     Returns:
-        out (B, Hq, S_local, Dv) in the dtype of q; with `return_lse` also lse (B, Hq, S_local), natural log, fp32 (fp64 for
-        fp64 inputs), -inf for rows that attend to nothing (their out is 0).
+        out (B, Hq, S_local, Dv) in the dtype of q; with `return_lse` also lse (B, Hq, S_local), natural log, fp32
+        (fp64 for fp64 inputs), -inf for rows that attend to nothing (their out is 0).
 
     Under `torch.autocast` q, k and v are cast as `F.scaled_dot_product_attention` casts them.
 
@@ -70,19 +71,16 @@ def attention(
         AgreementError: the ranks called with different arguments; raised on every rank, and nothing was sent.
         PeerError: a peer died or did not come within `timeout`. The group is unusable afterwards, and says so.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            "torch.func: ringcp.attention expected torch.autograd alone, got a call under vmap, grad, vjp or jvp; "
+            "use torch.autograd.grad or backward, and pass the batch in dim 0"
+        )
     group_name = group_of(mesh).group_name
     refused = _refusal(mask, layout, seq_len, mode, scale, kernel, agree, timeout)
     if refused:  # the op votes before it raises, so that no peer waits for this rank
-        mask, layout, seq_len, mode, scale, kernel, agree, timeout = (
-            None,
-            "auto",
-            None,
-            "auto",
-            None,
-            "auto",
-            None,
-            None,
-        )
+        mask, layout, seq_len, mode = None, "auto", None, "auto"
+        scale, kernel, agree, timeout = None, "auto", None, None
     q, k, v = _as_sdpa_casts(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out, lse, _ = attention_op(
@@ -117,7 +115,7 @@ def _refusal(
 ) -> str:
     """What is wrong with arguments that the op cannot even take; empty if nothing is."""
     if mask is not None and not isinstance(mask, Mask):
-        return f"mask: expected a ringcp mask such as ringcp.Causal(), or None, got {mask!r}; build it with Full, Causal, Window"
+        return f"mask: expected a ringcp mask or None, got {mask!r}; build one, such as ringcp.Causal()"
     if not isinstance(layout, Layout) and layout not in LAYOUT_NAMES:
         names = ", ".join(LAYOUT_NAMES)
         return f"layout: expected a ringcp layout or one of {names}, got {layout!r}; choose one of these"

@@ -79,6 +79,7 @@ def crop(band: Band, q: Range, k: Range) -> Band | None:
 
 
 def intersect(a: Band, b: Band) -> Band | None:
+    """The pairs of both, or None if there are none."""
     q = (max(a.q[0], b.q[0]), min(a.q[1], b.q[1]))
     k = (max(a.k[0], b.k[0]), min(a.k[1], b.k[1]))
     if q[0] >= q[1] or k[0] >= k[1]:

@@ -30,13 +30,15 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
         )
     if mesh.ndim != 1:
         raise LayoutError(
-            f"mesh: expected a mesh of 1 dim, got one of {mesh.ndim} dims {mesh.mesh_dim_names}; take the slice over which the "
-            'sequence is split, such as mesh["cp"]'
+            f"mesh: expected a mesh of 1 dim, got one of {mesh.ndim} dims {mesh.mesh_dim_names}; "
+            'take the slice over which the sequence is split, such as mesh["cp"]'
         )
     return mesh.get_group()
 
 
 class Channel(Protocol):
+    """How the ranks of a group tell each other a few numbers."""
+
     def exchange(self, message: torch.Tensor, tag: int, timeout: float | None) -> list[torch.Tensor]:
         """Every rank's message (all of one shape and dtype), in rank order.
 
@@ -62,7 +64,8 @@ class GlooChannel:
         try:
             sends = [self._group.send([message], peer, tag) for peer in peers]
             recvs = [(peer, self._group.recv([received[peer]], peer, tag)) for peer in peers]
-            for awaited, work in [*recvs, *zip(peers, sends, strict=True)]:
+            for peer, work in [*recvs, *zip(peers, sends, strict=True)]:
+                awaited = peer
                 if deadline is None:
                     work.wait()
                 else:
@@ -83,9 +86,12 @@ class StoreChannel:
     def exchange(self, message: torch.Tensor, tag: int, timeout: float | None) -> list[torch.Tensor]:
         self._round += 1
         keys = [f"ringcp/{self._round}/{rank}" for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], bytes(message.view(torch.uint8).tolist()))
+        self._store.set(keys[self._rank], bytes(message.view(torch.uint8).tolist()))  # type: ignore[arg-type]
         try:
-            self._store.wait(keys, timedelta(seconds=timeout) if timeout is not None else self._store.timeout)
+            if timeout is None:
+                self._store.wait(keys)
+            else:
+                self._store.wait(keys, timedelta(seconds=timeout))
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise _absent(self._rank, missing, timeout, error) from error
@@ -98,8 +104,8 @@ class StoreChannel:
 def _absent(rank: int, missing: Sequence[int], timeout: float | None, error: BaseException) -> PeerError:
     limit = "the group's timeout" if timeout is None else f"{timeout:g} s"
     return PeerError(
-        f"rank {rank}, vote before step 0: waited for the vote of rank {', '.join(map(str, missing))}, which died or did "
-        f"not call within {limit}: look for its error, or raise timeout=. ({error})"
+        f"rank {rank}, vote before step 0: waited for the vote of rank {', '.join(map(str, missing))}, "
+        f"which died or did not call within {limit}: look for its error, or raise timeout=. ({error})"
     )
 
 
@@ -118,8 +124,8 @@ class GroupState:
     def check_usable(self) -> None:
         if self.broken:
             raise PeerError(
-                f"rank {self.rank}: the group was broken by an earlier failure and cannot be used any more; destroy it and "
-                f"make a new one. The failure: {self.broken}"
+                f"rank {self.rank}: the group was broken by an earlier failure and cannot be used any more; "
+                f"destroy it and make a new one. The failure: {self.broken}"
             )
 
     def next_call(self) -> int:

@@ -6,7 +6,7 @@ as long as the number of pieces, never as the area. A new mask is a new class in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import ClassVar, NamedTuple, Protocol
@@ -22,7 +22,7 @@ from ringcp.layout import Span
 _SPEC_WORDS = 16
 
 
-class Pieces(Protocol):
+class Pieces(Hashable, Protocol):
     """What a schedule needs to know of a mask. Implementations are hashable: schedules are memoised by them."""
 
     rows: int | None
@@ -116,7 +116,8 @@ def Window(left: int, right: int = 0) -> Mask:
     for name, value in (("left", left), ("right", right)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ArgumentError(
-                f"{name}: expected a number of tokens of at least 0, got {value!r}; for an unbounded side use Causal() or Full()"
+                f"{name}: expected a number of tokens of at least 0, got {value!r}; "
+                "for an unbounded side use Causal() or Full()"
             )
     return Mask(_Window(left, right))
 

@@ -6,7 +6,9 @@ Layout and mask arrive as int64 tensors, since a tensor of another content does 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,9 +98,7 @@ def attention_op(
 
 
 @attention_op.register_fake
-def _(
-    q, k, v, layout_spec, mask_spec, group_name, mode, kernel, scale, seq_len, agree_when, timeout, needs_grad, needs_lse_grad, refused
-):  # fmt: skip
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     return out, _lse_like(q), torch.empty(3, dtype=torch.int64)
 
@@ -133,14 +133,14 @@ def attention_backward_op(
 
 
 @attention_backward_op.register_fake
-def _(dout, dlse, q, k, v, out, lse, layout_spec, mask_spec, facts, group_name, scale, timeout):
+def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     def like(x: Tensor) -> Tensor:
         return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
     return like(q), like(k), like(v)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, layout_spec, mask_spec, group_name, _, _, scale, _, _, timeout, *_ = inputs
     out, lse, facts = output
     ctx.set_materialize_grads(False)
@@ -148,7 +148,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.options = (group_name, scale, timeout)
 
 
-def _backward(ctx, dout, dlse, _):
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
     q, k, v, out, lse, layout_spec, mask_spec, facts = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * 15
@@ -161,7 +161,7 @@ def _backward(ctx, dout, dlse, _):
 attention_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _refuse_double_backward(ctx, *grads):
+def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
     raise UnsupportedError(
         "double backward: ringcp.attention is differentiable once, got a backward pass through its gradient; "
         "call backward without create_graph=True"
@@ -171,18 +171,8 @@ def _refuse_double_backward(ctx, *grads):
 attention_backward_op.register_autograd(_refuse_double_backward)
 
 
-def _refuse_vmap(info, in_dims, *args):
-    raise UnsupportedError(
-        "vmap: ringcp.attention takes whole batches, got a call under vmap; pass the batch in dim 0 instead"
-    )
-
-
-attention_op.register_vmap(_refuse_vmap)
-attention_backward_op.register_vmap(_refuse_vmap)
-
-
 def _group(group_name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(group_name)
+    return dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
 
 
 def _decoded_mask(spec: Tensor) -> Mask:
@@ -208,7 +198,7 @@ def _job(
 _ring = lru_cache(maxsize=64)(ring)
 
 
-def _run(state: GroupState, run: Run):
+def _run(state: GroupState, run: Run) -> Any:
     """Drive one run; a failure leaves transfers without their peers, so the group is broken."""
     try:
         return drive(run)
@@ -253,14 +243,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ArgumentError(f"k, v: expected equal head counts in dim 1, got {shapes}; repeat the fewer heads")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ArgumentError(
-            f"q, k: expected query heads that are a multiple of the key heads in dim 1, got {q.shape[1]} and {k.shape[1]}; "
-            "repeat key and value heads until they divide"
+            "q, k: expected query heads that are a multiple of the key heads in dim 1, "
+            f"got {q.shape[1]} and {k.shape[1]}; repeat key and value heads until they divide"
         )
     if q.shape[3] != k.shape[3]:
         raise ArgumentError(f"q, k: expected equal head dims in dim 3, got {shapes}; pad the smaller one with zeros")
     if not q.shape[2] == k.shape[2] == v.shape[2]:
         raise LayoutError(
-            f"q, k, v: expected equal local lengths in dim 2, got {shapes}; shard all three with ringcp.shard and one layout"
+            f"q, k, v: expected equal local lengths in dim 2, got {shapes}; "
+            "shard all three with ringcp.shard and one layout"
         )
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
@@ -286,7 +277,7 @@ def _known_length(given_len: int, given_world: int, seq_len: int | None, state: 
     return seq_len if given_len == UNSIZED else given_len
 
 
-def _check_lengths(lengths: list[int], layout: Layout, ranks) -> None:
+def _check_lengths(lengths: list[int], layout: Layout, ranks: Sequence[int]) -> None:
     wrong = [
         f"{length} on rank {rank} instead of {layout.local_len(rank)}"
         for rank, length in zip(ranks, lengths, strict=True)

@@ -109,6 +109,9 @@ def build(layout: Layout, mask: Pieces, topology: Topology, rank: int) -> Schedu
         raise LayoutError(f"layout: expected one for {topology.world_size} ranks, got {layout!r}")
     needs = _needs(layout, mask)
     own = Step(rank, _whole(layout, rank), _tiles(layout, mask, rank, rank))
+    kind: Literal["local", "ring", "direct"]
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
     if topology.world_size == 1:
         kind, forward, backward = "local", (own,), (own,)
     elif any(0 < need == layout.seq_len - layout.local_len(r) for r, need in enumerate(needs.num_rows)):
@@ -117,7 +120,7 @@ def build(layout: Layout, mask: Pieces, topology: Topology, rank: int) -> Schedu
     else:
         kind = "direct"
         forward, backward = _direct(layout, mask, topology, own, needs.hops(topology))
-    return Schedule(kind, rank, topology.world_size, layout.local_len(rank), forward, backward)  # type: ignore[arg-type]
+    return Schedule(kind, rank, topology.world_size, layout.local_len(rank), forward, backward)
 
 
 _Steps = tuple[tuple[Step, ...], tuple[Step, ...]]

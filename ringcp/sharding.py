@@ -72,11 +72,12 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
     Args:
         x: this rank's rows in `dim`, in the layout's order.
         mesh: the 1-D mesh over which the sequence is split.
-        layout: the layout that x was sharded with: a `Layout`, or a name, for which the length is the sum of the local lengths;
-            "auto" is head-tail.
+        layout: the layout that x was sharded with: a `Layout`, or a name, for which the length is the sum of the
+            local lengths; "auto" is head-tail.
 
     Returns:
-        The tensor in the order of the sequence. In backward each rank gets the sum over all ranks of the gradients of its rows.
+        The tensor in the order of the sequence. In backward each rank gets the sum over all ranks of the gradients of
+        its rows.
 
     Raises:
         LayoutError: a mesh that is not 1-D, an unknown layout, or, on every rank, rows that do not fit it.
@@ -92,8 +93,8 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
     wrong = {r: n for r, n in enumerate(lengths) if n != lay.local_len(r)}
     if wrong:
         raise LayoutError(
-            f"x: expected local lengths in dim {dim} that {lay!r} gives, {[lay.local_len(r) for r in wrong]} on ranks {list(wrong)}, "
-            f"got {list(wrong.values())}; pass the layout that the shards were made with"
+            f"x: expected local lengths in dim {dim} that {lay!r} gives, {[lay.local_len(r) for r in wrong]} "
+            f"on ranks {list(wrong)}, got {list(wrong.values())}; pass the layout that the shards were made with"
         )
     return lay.unshard(_gathered(x, group, state, lengths, dim), dim)
 
@@ -157,7 +158,9 @@ def _sized(layout: Layout | str, seq_len: int, world_size: int) -> Layout:
     return layout if isinstance(layout, Layout) else layout_named(layout, seq_len, world_size)
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int) -> Sequence[Tensor]:
+def _gathered(
+    x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int
+) -> tuple[Tensor, ...]:
     if state.world_size == 1:
         return (x,)
     return _Gather.apply(x, group, state, lengths, dim % x.ndim)
@@ -209,7 +212,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: lis
 def _reduce(
     parts: Sequence[Tensor], group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int
 ) -> Tensor:
-    """Part r of all ranks, summed on rank r: in the accumulator's dtype and in rank order, whatever the backend does."""
+    """Part r of all ranks, summed on rank r in the accumulator's dtype and in rank order, whatever the backend."""
     rows = [part.movedim(dim, 0) for part in parts]
     sent = rows[0].new_zeros((state.world_size, max(lengths), *rows[0].shape[1:]))
     for rank, part in enumerate(rows):

@@ -37,6 +37,8 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
+    """What the executor needs of the wires."""
+
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str) -> Pending:
         """Start all transfers; `where` ("forward step 2") is said in errors."""
         ...

@@ -15,7 +15,8 @@ def reference_attention(
 
     Args:
         q: (B, Hq, S, D); k: (B, Hkv, S, D); v: (B, Hkv, S, Dv).
-        mask: a ringcp mask, a bool tensor that broadcasts to (B, Hq, S, S) with True where a query attends, or None for full.
+        mask: a ringcp mask, a bool tensor that broadcasts to (B, Hq, S, S) with True where a query attends, or None for
+            full.
         scale: factor on the scores; None is ``D ** -0.5``.
 
     Returns:
@@ -42,8 +43,8 @@ def assert_close(actual: Tensor, expected: Tensor, *, baseline: Tensor | None = 
     """Hold a result against the fp64 reference.
 
     - fp64: no element is off by more than 1e-10 (times the largest expected magnitude, if that is above 1).
-    - other dtypes: the largest error is at most twice that of `baseline`, the result of one kernel on one device in the same
-      dtype, plus a rounding floor of one unit in the last place of the largest expected magnitude.
+    - other dtypes: the largest error is at most twice that of `baseline`, the result of one kernel on one device in the
+      same dtype, plus a rounding floor of one unit in the last place of the largest expected magnitude.
 
     Raises:
         AssertionError: naming `name`, the error, the bound, and where.

@@ -1,0 +1,201 @@
+"""What a rank holds during one call: blocks of keys and values that pass through, and sums.
+
+Shapes: q (B, Hq, S, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) with the local S. A block is one contiguous run of
+elements: K as (B, rows, Hkv, D), then V as (B, rows, Hkv, Dv).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ringcp.band import Range
+from ringcp.lower import Call, PlanStep
+from ringcp.merge import accumulator_dtype
+from ringcp.schedule import Message
+
+
+def part(x: Tensor, batch: Range | None, heads: Range | None, rows: Range) -> Tensor:
+    """The batch rows, heads and sequence rows of a tensor (B, H, S, ...), as a view."""
+    for dim, taken in ((0, batch), (1, heads), (2, rows)):
+        if taken is not None and taken != (0, x.shape[dim]):
+            x = x.narrow(dim, taken[0], taken[1] - taken[0])
+    return x
+
+
+class Rows:
+    """A sum over calls for each local query row: (B, Hq, S, last), or (B, Hq, S) for last None.
+
+    It becomes a tensor with the first call, and is that call's own result where that covers everything.
+    """
+
+    def __init__(self, q: Tensor, last: int | None) -> None:
+        self._q = q
+        self._last = last
+        self._total: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        if self._total is None:
+            batch, heads, rows, _ = self._q.shape
+            dtype = accumulator_dtype(self._q.dtype)
+            if self._last is None:
+                self._total = self._q.new_empty((batch, heads, rows), dtype=dtype)
+            else:  # (B, S, H, D) in memory, as a projection wants it next
+                self._total = self._q.new_empty((batch, rows, heads, self._last), dtype=dtype).transpose(1, 2)
+        return self._total
+
+    def start_with(self, value: float) -> None:
+        self.total.fill_(value)
+
+    def part(self, call: Call) -> Tensor:
+        return part(self.total, call.batch, call.q_heads, call.q)
+
+    def write(self, call: Call, value: Tensor) -> None:
+        if self._total is None and value.shape[:3] == self._q.shape[:3]:
+            self._total = value.to(accumulator_dtype(self._q.dtype))
+        else:
+            self.part(call).copy_(value)
+
+
+class Blocks:
+    """The keys and values in hand: two buffers that take turns, and one to pack rows of the own block in."""
+
+    def __init__(self, steps: Sequence[PlanStep], k: Tensor, v: Tensor) -> None:
+        self._k, self._v = k, v
+        self._rows = [step.num_rows for step in steps]
+        sends = [m for step in steps for m in step.sends if m.what == "kv"]
+        recvs = [(i % 2, m) for i, step in enumerate(steps) for m in step.recvs if m.what == "kv"]
+        relayed = [m.num_rows for m in sends if m.own_rows is None]
+        # In a ring the own block starts in the second buffer, which is free again when it has been sent.
+        used = {slot for slot, _ in recvs} | ({1} if relayed else set())
+        in_turn = max([*relayed, *(m.num_rows for _, m in recvs)], default=0)
+        self._slots = [self._new(in_turn if slot in used else 0) for slot in range(2)]
+        self._packed = self._new(max([m.num_rows for m in sends if m.own_rows is not None], default=0))
+        if relayed and self._rows[0]:
+            self._pack(self._slots[1], ((0, self._rows[0]),))
+
+    def _new(self, num_rows: int) -> Tensor:
+        return self._k.new_empty(_block_size(self._k, self._v, num_rows))
+
+    def _pack(self, buffer: Tensor, rows: tuple[Range, ...]) -> Tensor:
+        num_rows = sum(stop - start for start, stop in rows)
+        k, v = _block_views(buffer, self._k, self._v, num_rows)
+        at = 0
+        for start, stop in rows:
+            k[:, :, at : at + stop - start].copy_(self._k[:, :, start:stop])
+            v[:, :, at : at + stop - start].copy_(self._v[:, :, start:stop])
+            at += stop - start
+        return buffer[: _block_size(self._k, self._v, num_rows)]
+
+    def in_hand(self, i: int) -> tuple[Tensor, Tensor]:
+        """k and v of step i."""
+        if i == 0:
+            return self._k, self._v
+        return _block_views(self._slots[(i - 1) % 2], self._k, self._v, self._rows[i])
+
+    def outgoing(self, i: int, message: Message) -> Tensor:
+        """What step i sends: rows of the own block, or the block in hand."""
+        if message.own_rows is not None:
+            return self._pack(self._packed, message.own_rows)
+        return self._first(self._slots[(i - 1) % 2], message.num_rows)
+
+    def incoming(self, i: int, message: Message) -> Tensor:
+        """Where step i receives the block of the next step."""
+        return self._first(self._slots[i % 2], message.num_rows)
+
+    def _first(self, buffer: Tensor, num_rows: int) -> Tensor:
+        return buffer[: _block_size(self._k, self._v, num_rows)]
+
+
+class Sums:
+    """dK and dV: of the own block, of the block in hand, and of the one before, which is on its way."""
+
+    def __init__(self, steps: Sequence[PlanStep], k: Tensor, v: Tensor) -> None:
+        self._k, self._v = k, v
+        self._dtype = accumulator_dtype(k.dtype)
+        messages = [m for step in steps for m in (*step.sends, *step.recvs) if m.what == "dkv"]
+        size = _block_size(k, v, max([m.num_rows for m in messages], default=0))
+        self._sum, self._spare = k.new_empty(size, dtype=self._dtype), k.new_empty(size, dtype=self._dtype)
+        self._held: list[tuple[Call, Tensor, Tensor]] = []
+        self.own: tuple[Tensor, Tensor]
+
+    def outgoing(self, i: int, message: Message) -> Tensor:
+        """What step i sends: the sum over the block of the step before."""
+        return self._sum[: _block_size(self._k, self._v, message.num_rows)]
+
+    def incoming(self, i: int, message: Message) -> Tensor:
+        """Where step i receives a sum: over the block in hand, or over rows of the own one."""
+        return self._spare[: _block_size(self._k, self._v, message.num_rows)]
+
+    def hold(self, call: Call, dk: Tensor, dv: Tensor) -> None:
+        """Keep a call's result until the transfers of the step are done and the buffers are free."""
+        self._held.append((call, dk, dv))
+
+    def settle(self, step: PlanStep, own: bool) -> None:
+        """Add what the step computed and received to where it belongs."""
+        if own:
+            self.own = self._settled_own()
+            return
+        received = [m for m in step.recvs if m.what == "dkv"]
+        for message in received:
+            if message.own_rows is not None:
+                self._add_to_own(message.own_rows, message.num_rows)
+        if step.num_rows:
+            passing = any(message.own_rows is None for message in received)
+            if passing:
+                self._sum, self._spare = self._spare, self._sum
+            dk, dv = _block_views(self._sum, self._k, self._v, step.num_rows)
+            self._add_held(dk, dv, start=not passing)
+
+    def _settled_own(self) -> tuple[Tensor, Tensor]:
+        if len(self._held) == 1 and self._held[0][1].shape == self._k.shape:
+            _, dk, dv = self._held.pop()
+            return dk.to(self._dtype), dv.to(self._dtype)
+        dk, dv = _empty_rows(self._k, self._dtype), _empty_rows(self._v, self._dtype)
+        self._add_held(dk, dv, start=True)
+        return dk, dv
+
+    def _add_held(self, dk: Tensor, dv: Tensor, start: bool) -> None:
+        whole = len(self._held) == 1 and self._held[0][1].shape == dk.shape
+        if start and not whole:
+            dk.zero_()
+            dv.zero_()
+        for call, dk_c, dv_c in self._held:
+            for total, value in ((dk, dk_c), (dv, dv_c)):
+                target = part(total, call.batch, call.kv_heads, call.k)
+                if start and whole:
+                    target.copy_(value)
+                else:
+                    target.add_(value)
+        self._held.clear()
+
+    def _add_to_own(self, rows: tuple[Range, ...], num_rows: int) -> None:
+        received = _block_views(self._spare, self._k, self._v, num_rows)
+        for total, value in zip(self.own, received, strict=True):
+            at = 0
+            for start, stop in rows:
+                total[:, :, start:stop].add_(value[:, :, at : at + stop - start])
+                at += stop - start
+
+
+def _empty_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Like `x` (B, H, S, D), stored as (B, S, H, D)."""
+    batch, heads, rows, last = x.shape
+    return x.new_empty((batch, rows, heads, last), dtype=dtype).transpose(1, 2)
+
+
+def _block_size(k: Tensor, v: Tensor, num_rows: int) -> int:
+    batch, heads, _, head_dim = k.shape
+    return batch * heads * num_rows * (head_dim + v.shape[-1])
+
+
+def _block_views(buffer: Tensor, k: Tensor, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The keys (B, Hkv, rows, D) and values (B, Hkv, rows, Dv) of a block."""
+    batch, heads, _, head_dim = k.shape
+    split = batch * heads * num_rows * head_dim
+    k_rows = buffer[:split].view(batch, num_rows, heads, head_dim)
+    v_rows = buffer[split : _block_size(k, v, num_rows)].view(batch, num_rows, heads, v.shape[-1])
+    return k_rows.transpose(1, 2), v_rows.transpose(1, 2)
