@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringcp.band import Range
-from ringcp.lower import Call, PlanStep
+from ringcp.lower import Call, PlanStep, Region
 from ringcp.merge import accumulator_dtype
 from ringcp.schedule import Message
 
@@ -47,8 +47,10 @@ class Rows:
                 self._total = self._q.new_empty((batch, rows, heads, self._last), dtype=dtype).transpose(1, 2)
         return self._total
 
-    def start_with(self, value: float) -> None:
-        self.total.fill_(value)
+    def start_with(self, value: float, regions: Sequence[Region]) -> None:
+        """Fill what no call is the first to write."""
+        for (b0, b1), (h0, h1), (start, stop) in regions:
+            self.total[b0:b1, h0:h1, start:stop].fill_(value)
 
     def part(self, call: Call) -> Tensor:
         return part(self.total, call.batch, call.q_heads, call.q)
@@ -65,7 +67,7 @@ class Blocks:
 
     def __init__(self, steps: Sequence[PlanStep], k: Tensor, v: Tensor) -> None:
         self._k, self._v = k, v
-        self._rows = [step.num_rows for step in steps]
+        self._steps = steps
         sends = [m for step in steps for m in step.sends if m.what == "kv"]
         recvs = [(i % 2, m) for i, step in enumerate(steps) for m in step.recvs if m.what == "kv"]
         relayed = [m.num_rows for m in sends if m.own_rows is None]
@@ -74,8 +76,8 @@ class Blocks:
         in_turn = max([*relayed, *(m.num_rows for _, m in recvs)], default=0)
         self._slots = [self._new(in_turn if slot in used else 0) for slot in range(2)]
         self._packed = self._new(max([m.num_rows for m in sends if m.own_rows is not None], default=0))
-        if relayed and self._rows[0]:
-            self._pack(self._slots[1], ((0, self._rows[0]),))
+        if relayed and steps[0].num_rows:
+            self._pack(self._slots[1], ((0, steps[0].num_rows),))
 
     def _new(self, num_rows: int) -> Tensor:
         return self._k.new_empty(_block_size(self._k, self._v, num_rows))
@@ -92,9 +94,9 @@ class Blocks:
 
     def in_hand(self, i: int) -> tuple[Tensor, Tensor]:
         """k and v of step i."""
-        if i == 0:
+        if self._steps[i].own:
             return self._k, self._v
-        return _block_views(self._slots[(i - 1) % 2], self._k, self._v, self._rows[i])
+        return _block_views(self._slots[(i - 1) % 2], self._k, self._v, self._steps[i].num_rows)
 
     def outgoing(self, i: int, message: Message) -> Tensor:
         """What step i sends: rows of the own block, or the block in hand."""
@@ -120,7 +122,13 @@ class Sums:
         size = _block_size(k, v, max([m.num_rows for m in messages], default=0))
         self._sum, self._spare = k.new_empty(size, dtype=self._dtype), k.new_empty(size, dtype=self._dtype)
         self._held: list[tuple[Call, Tensor, Tensor]] = []
-        self.own: tuple[Tensor, Tensor]
+        self._own: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def own(self) -> tuple[Tensor, Tensor]:
+        """dK and dV of the own block, complete after the last step."""
+        assert self._own is not None, "the first step works on the own block"
+        return self._own
 
     def outgoing(self, i: int, message: Message) -> Tensor:
         """What step i sends: the sum over the block of the step before."""
@@ -134,29 +142,30 @@ class Sums:
         """Keep a call's result until the transfers of the step are done and the buffers are free."""
         self._held.append((call, dk, dv))
 
-    def settle(self, step: PlanStep, own: bool) -> None:
+    def settle(self, step: PlanStep) -> None:
         """Add what the step computed and received to where it belongs."""
-        if own:
-            self.own = self._settled_own()
-            return
+        if step.own:
+            self._settle_own()
         received = [m for m in step.recvs if m.what == "dkv"]
         for message in received:
             if message.own_rows is not None:
                 self._add_to_own(message.own_rows, message.num_rows)
-        if step.num_rows:
+        if step.num_rows and not step.own:
             passing = any(message.own_rows is None for message in received)
             if passing:
                 self._sum, self._spare = self._spare, self._sum
             dk, dv = _block_views(self._sum, self._k, self._v, step.num_rows)
             self._add_held(dk, dv, start=not passing)
 
-    def _settled_own(self) -> tuple[Tensor, Tensor]:
-        if len(self._held) == 1 and self._held[0][1].shape == self._k.shape:
+    def _settle_own(self) -> None:
+        start = self._own is None
+        if start and len(self._held) == 1 and self._held[0][1].shape == self._k.shape:
             _, dk, dv = self._held.pop()
-            return dk.to(self._dtype), dv.to(self._dtype)
-        dk, dv = _empty_rows(self._k, self._dtype), _empty_rows(self._v, self._dtype)
-        self._add_held(dk, dv, start=True)
-        return dk, dv
+            self._own = dk.to(self._dtype), dv.to(self._dtype)
+            return
+        if self._own is None:
+            self._own = _empty_rows(self._k, self._dtype), _empty_rows(self._v, self._dtype)
+        self._add_held(*self._own, start=start)
 
     def _add_held(self, dk: Tensor, dv: Tensor, start: bool) -> None:
         whole = len(self._held) == 1 and self._held[0][1].shape == dk.shape

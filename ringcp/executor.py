@@ -79,13 +79,12 @@ def drive_all(runs: Sequence[Run]) -> list[Any]:
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
     """out in q's dtype and lse in the accumulator's, of the local queries against all keys."""
-    steps = job.plan.forward
+    steps, unstarted = job.plan.forward.steps, job.plan.forward.unstarted
     log = CallLog(job.call, "forward", q.device)
     blocks = Blocks(steps, k, v)
     out, lse = Rows(q, v.shape[-1]), Rows(q, None)
-    if job.plan.unstarted:
-        out.start_with(0.0)
-        lse.start_with(-torch.inf)
+    out.start_with(0.0, unstarted)
+    lse.start_with(-torch.inf, unstarted)
     for i, step in enumerate(steps):
         pending = _post(job, log, "forward", i, step, {"kv": blocks})
         k_block, v_block = blocks.in_hand(i)
@@ -113,14 +112,13 @@ def backward(
     job: Job, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Generator[Pending, None, tuple[Tensor, Tensor, Tensor]]:
     """dq, dk, dv of the local rows in the accumulator's dtype, from the forward's out and lse."""
-    steps = job.plan.backward
+    steps, unstarted = job.plan.backward.steps, job.plan.backward.unstarted
     log = CallLog(job.call, "backward", q.device)
     blocks, sums = Blocks(steps, k, v), Sums(steps, k, v)
     # With +inf the probabilities of rows that attend to nothing are exactly zero.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     dq = Rows(q, q.shape[-1])
-    if job.plan.unstarted:
-        dq.start_with(0.0)
+    dq.start_with(0.0, unstarted)
     for i, step in enumerate(steps):
         pending = _post(job, log, "backward", i, step, {"kv": blocks, "dkv": sums})
         k_block, v_block = blocks.in_hand(i)
@@ -146,7 +144,7 @@ def backward(
         log.mark()
         yield from _waited(pending, f"ringcp::bwd step {i} wait")
         log.mark()
-        sums.settle(step, own=i == 0)
+        sums.settle(step)
     return dq.total, *sums.own
 
 

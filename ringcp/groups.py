@@ -52,19 +52,27 @@ class GlooChannel:
     """Pairwise messages on the group's CPU backend: one round, and a missing rank is known by its number."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        # Weak, since the group's state holds this channel: otherwise a destroyed group, its key, would live for ever.
+        self._group = weakref.ref(group)
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def exchange(self, message: torch.Tensor, tag: int, timeout: float | None) -> list[torch.Tensor]:
+        group = self._group()
+        assert group is not None, "whoever votes holds the group"
         peers = [rank for rank in range(self._world_size) if rank != self._rank]
         received = [torch.empty_like(message) for _ in range(self._world_size)]
         received[self._rank] = message
         deadline = None if timeout is None else time.monotonic() + timeout
-        awaited = peers[0] if peers else self._rank
+        awaited = self._rank
+        sends, recvs = [], []
         try:
-            sends = [self._group.send([message], peer, tag) for peer in peers]
-            recvs = [(peer, self._group.recv([received[peer]], peer, tag)) for peer in peers]
-            for peer, work in [*recvs, *zip(peers, sends, strict=True)]:
+            for peer in peers:
+                awaited = peer
+                sends.append((peer, group.send([message], peer, tag)))
+            for peer in peers:
+                awaited = peer
+                recvs.append((peer, group.recv([received[peer]], peer, tag)))
+            for peer, work in [*recvs, *sends]:
                 awaited = peer
                 if deadline is None:
                     work.wait()

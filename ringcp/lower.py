@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise, product
 from typing import Literal, NamedTuple
 
 from ringcp.band import Band, Range, crop, merge_all
@@ -64,11 +64,23 @@ class Call(NamedTuple):
     fresh: bool
 
 
+class Region(NamedTuple):
+    """Batch rows, query heads and query rows; a stop of None is the end."""
+
+    batch: tuple[int, int | None]
+    q_heads: tuple[int, int | None]
+    rows: Range
+
+
 @dataclass(frozen=True)
 class PlanStep:
-    """A `Step` whose tiles have become calls."""
+    """A `Step` whose tiles have become calls.
+
+    own: whether the block in hand is the rank's own.
+    """
 
     source: int
+    own: bool
     num_rows: int
     calls: tuple[Call, ...]
     sends: tuple[Message, ...]
@@ -76,16 +88,24 @@ class PlanStep:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A schedule lowered for one kernel: what the executor runs.
+class Pass:
+    """One direction of a plan.
 
-    unstarted: query rows that must start as out 0 and lse -inf: no call is the first to write all of them.
+    unstarted: what must start as zero (in the lse as -inf), since no call is the first to write all of it: rows that
+        attend to nothing, and rows whose first call also covers others that have been written.
     """
 
+    steps: tuple[PlanStep, ...]
+    unstarted: tuple[Region, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule lowered for one kernel: what the executor runs."""
+
     schedule: Schedule
-    forward: tuple[PlanStep, ...]
-    backward: tuple[PlanStep, ...]
-    unstarted: tuple[Range, ...]
+    forward: Pass
+    backward: Pass
 
 
 @lru_cache(maxsize=1024)
@@ -95,39 +115,43 @@ def lower(schedule: Schedule, caps: Caps) -> Plan:
     Raises:
         UnsupportedError: if a tile needs a band and the kernel takes none.
     """
-    # Freshness is tracked by rows alone; tiles of single batch rows or heads merge into zeros instead.
-    by_rows = all(tile[1:] == _EVERYWHERE for step in schedule.forward for tile in step.tiles)
-    written = _Rows(schedule.num_rows)
-    lowered = [
-        tuple(
-            _call(part, where, by_rows and written.add(part.q))
-            for band, where in _joined(step.tiles)
+    return Plan(schedule, _lowered(schedule, schedule.forward, caps), _lowered(schedule, schedule.backward, caps))
+
+
+def _lowered(schedule: Schedule, steps: tuple[Step, ...], caps: Caps) -> Pass:
+    written = _Written(schedule.num_rows, [tile for step in steps for tile in step.tiles])
+    lowered = []
+    for step in steps:
+        calls = tuple(
+            _call(part, where, fresh=written.add(where, part.q))
+            for band, where in _joined(step.tiles, caps)
             for part in _cut(band, caps)
         )
-        for step in schedule.forward
-    ]
-
-    def with_calls(steps: tuple[Step, ...]) -> tuple[PlanStep, ...]:
-        # Backward works on the same tiles in the same order, and has one more step that only moves gradients.
-        calls = [*lowered, *[()] * (len(steps) - len(lowered))]
-        return tuple(PlanStep(s.source, s.num_rows, c, s.sends, s.recvs) for s, c in zip(steps, calls, strict=True))
-
-    return Plan(schedule, with_calls(schedule.forward), with_calls(schedule.backward), written.need_start())
+        own = step.source == schedule.rank
+        lowered.append(PlanStep(step.source, own, step.num_rows, calls, step.sends, step.recvs))
+    return Pass(tuple(lowered), written.unstarted())
 
 
 _Where = tuple[Range | None, Range | None, Range | None]
-_EVERYWHERE: _Where = (None, None, None)
 
 
-def _joined(tiles: tuple[Tile, ...]) -> Iterator[tuple[Band, _Where]]:
+def _joined(tiles: tuple[Tile, ...], caps: Caps) -> Iterator[tuple[Band, _Where]]:
     """Tiles of the same batch rows and heads, joined where together they are one band."""
 
     def where(tile: Tile) -> _Where:
         return tile[1:]
 
     for place, group in groupby(tiles, key=where):
-        for band in merge_all(tile.band for tile in group):
+        bands = [tile.band for tile in group]
+        joined = merge_all(bands)
+        # Full tiles along a diagonal (documents of one token) join into a window: not for a kernel that takes none.
+        for band in joined if all(_takes(band, caps) for band in joined) else bands:
             yield band, place
+
+
+def _takes(band: Band, caps: Caps) -> bool:
+    """Whether the kernel can take a band, whole or in parts."""
+    return band.is_full or caps.band != "none" or not (band.cuts_high or caps.causal == "none")
 
 
 def _call(band: Band, where: _Where, fresh: bool) -> Call:
@@ -138,11 +162,13 @@ def _call(band: Band, where: _Where, fresh: bool) -> Call:
 
 def _cut(band: Band, caps: Caps) -> Iterator[Band]:
     """Disjoint parts of a band, each of which is one launch."""
+    if not _takes(band, caps):
+        raise UnsupportedError(
+            f"kernel: expected one that takes {'windows' if band.cuts_high else 'causal masks'}, got caps {caps} for {band}"
+        )
     if band.is_full or caps.band == "any":
         yield band
     elif band.cuts_high or caps.causal == "none":
-        if caps.band == "none":
-            raise UnsupportedError(f"kernel: expected one that takes windows, got caps {caps} for {band}")
         yield from _masked_strips(band)
     else:
         yield from _causal(band, caps)
@@ -180,24 +206,46 @@ def _masked_strips(band: Band) -> Iterator[Band]:
                 yield part
 
 
-class _Rows:
-    """Which query rows have been written, so that first writes need no merge."""
+class _Written:
+    """Which query rows have been written, apart for each cell of batch rows and heads that some tile tells apart."""
 
-    def __init__(self, num_rows: int) -> None:
-        self._free: list[Range] = [(0, num_rows)] if num_rows else []
-        self._merged_first: list[Range] = []
+    def __init__(self, num_rows: int, tiles: list[Tile]) -> None:
+        cells = product(_cells([t.batch for t in tiles]), _cells([t.q_heads for t in tiles]))
+        self._free: dict[tuple[_Cell, _Cell], list[Range]] = {
+            cell: [(0, num_rows)] if num_rows else [] for cell in cells
+        }
+        self._merged_first: list[Region] = []
 
-    def add(self, rows: Range) -> bool:
-        """Mark rows as written; whether none of them was."""
+    def add(self, where: _Where, rows: Range) -> bool:
+        """Mark rows as written; whether none of them was, in any cell."""
         start, stop = rows
-        hit = [(max(a, start), min(b, stop)) for a, b in self._free if max(a, start) < min(b, stop)]
-        cut = [part for a, b in self._free for part in ((a, min(b, start)), (max(a, stop), b))]
-        self._free = [(a, b) for a, b in cut if a < b]
-        if sum(b - a for a, b in hit) == stop - start:
-            return True
-        self._merged_first += hit
-        return False
+        missing = 0
+        hits = []
+        for (batch, heads), free in self._free.items():
+            if not (_inside(batch, where[0]) and _inside(heads, where[1])):
+                continue
+            hit = [(max(a, start), min(b, stop)) for a, b in free if max(a, start) < min(b, stop)]
+            missing += stop - start - sum(b - a for a, b in hit)
+            hits += [Region(batch, heads, part) for part in hit]
+            cut = [part for a, b in free for part in ((a, min(b, start)), (max(a, stop), b))]
+            self._free[batch, heads] = [(a, b) for a, b in cut if a < b]
+        if missing:
+            self._merged_first += hits
+        return not missing
 
-    def need_start(self) -> tuple[Range, ...]:
-        """Rows that no call writes, or whose first call has to merge."""
-        return tuple(sorted(self._free + self._merged_first))
+    def unstarted(self) -> tuple[Region, ...]:
+        never = [Region(*cell, rows) for cell, free in self._free.items() for rows in free]
+        return tuple(never + self._merged_first)
+
+
+_Cell = tuple[int, int | None]
+
+
+def _cells(ranges: list[Range | None]) -> list[_Cell]:
+    """The axis, cut at every edge of the ranges; the last cell is open."""
+    edges = sorted({0}.union(*(r for r in ranges if r is not None)))
+    return [*pairwise(edges), (edges[-1], None)]
+
+
+def _inside(cell: _Cell, where: Range | None) -> bool:
+    return where is None or (where[0] <= cell[0] and cell[1] is not None and cell[1] <= where[1])

@@ -24,7 +24,7 @@ from ringcp.layout import UNSIZED, Layout, decode_layout
 from ringcp.lower import lower
 from ringcp.mask import Mask, decode_mask
 from ringcp.merge import accumulator_dtype
-from ringcp.schedule import build
+from ringcp.schedule import Heads, build
 from ringcp.topology import ring
 from ringcp.transport import P2P
 
@@ -92,7 +92,7 @@ def attention_op(
     shape = q.shape[0], q.shape[2], q.shape[1], v.shape[3]
     if 0 in shape[:1] + shape[2:3]:
         return q.new_zeros(shape).transpose(1, 2), _lse_like(q).zero_(), facts
-    job = _job(group, state, layout, mask, chosen, scale, timeout, call, q)
+    job = _job(group, state, layout, mask, chosen, scale, timeout, call, q, k)
     out, lse = _run(state, forward(job, q, k, v))
     return _stored(out, q.dtype), lse.contiguous(), facts
 
@@ -127,7 +127,7 @@ def attention_backward_op(
     if 0 in (q.shape[0], q.shape[1]):
         return tuple(_stored(x.new_zeros(x.shape), x.dtype) for x in (q, k, v))  # type: ignore[return-value]
     layout = decode_layout(int(layout_spec[0]), seq_len, state.world_size)
-    job = _job(group, state, layout, _decoded_mask(mask_spec), kernel_at(index), scale, timeout, call, q)
+    job = _job(group, state, layout, _decoded_mask(mask_spec), kernel_at(index), scale, timeout, call, q, k)
     grads = _run(state, backward(job, dout, dlse, q, k, v, out, lse))
     return tuple(_stored(grad, x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
 
@@ -189,8 +189,10 @@ def _job(
     timeout: float | None,
     call: int,
     q: Tensor,
+    k: Tensor,
 ) -> Job:
-    plan = lower(build(layout, mask, _ring(state.world_size), state.rank), kernel.caps)
+    heads = Heads(q.shape[1], k.shape[1])
+    plan = lower(build(layout, mask, _ring(state.world_size), state.rank, heads), kernel.caps)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return Job(plan, kernel, scale, P2P(group, timeout), call)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -98,9 +98,19 @@ class Schedule:
         return "\n".join(lines)
 
 
+class Heads(NamedTuple):
+    """Query heads, and key and value heads."""
+
+    q: int
+    kv: int
+
+
 @lru_cache(maxsize=1024)
-def build(layout: Layout, mask: Pieces, topology: Topology, rank: int) -> Schedule:
+def build(layout: Layout, mask: Pieces, topology: Topology, rank: int, heads: Heads | None = None) -> Schedule:
     """The schedule of `rank` for one call of attention in which queries and keys lie in `layout`.
+
+    heads: if given, backward keeps half the heads of the own block for the last step, so that the way home of the last
+        dK/dV is hidden too.
 
     Raises:
         LayoutError: if layout and topology differ in the number of ranks.
@@ -120,6 +130,8 @@ def build(layout: Layout, mask: Pieces, topology: Topology, rank: int) -> Schedu
     else:
         kind = "direct"
         forward, backward = _direct(layout, mask, topology, own, needs.hops(topology))
+    if heads is not None and len(backward) > len(forward):
+        backward = _split_own_work(backward, heads)
     return Schedule(kind, rank, topology.world_size, layout.local_len(rank), forward, backward)
 
 
@@ -169,6 +181,21 @@ def _direct(layout: Layout, mask: Pieces, topology: Topology, own: Step, hops: t
         home_recvs = _message("dkv", topology.downstream(rank, hops[-1]), _length(lent[-1]), lent[-1])
         backward.append(Step(rank, (), (), home_sends, home_recvs))
     return tuple(forward), tuple(backward)
+
+
+def _split_own_work(steps: tuple[Step, ...], heads: Heads) -> tuple[Step, ...]:
+    """The own block's tiles, half of the heads in the first step and the others in the last one."""
+    # At a multiple of the group where there are several key heads: then each half has key heads of its own.
+    kv_cut = heads.kv // 2
+    q_cut = kv_cut * (heads.q // heads.kv) if kv_cut else heads.q // 2
+    if not q_cut:
+        return steps
+
+    def some(q: Range, kv: Range) -> tuple[Tile, ...]:
+        return tuple(tile._replace(q_heads=q, kv_heads=kv if kv_cut else None) for tile in steps[0].tiles)
+
+    early, late = some((0, q_cut), (0, kv_cut)), some((q_cut, heads.q), (kv_cut, heads.kv))
+    return replace(steps[0], tiles=early), *steps[1:-1], replace(steps[-1], tiles=late, rows=steps[0].rows)
 
 
 def _message(

@@ -205,7 +205,9 @@ def _gather(x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: lis
     received = rows.new_empty((state.world_size, *sent.shape))
     if sent.numel():
         flat_in, flat_out = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
-        _collective(state, "all-gather", lambda: dist.all_gather_into_tensor(flat_out, flat_in, group=group))
+        # Renamed in torch 2.13.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        _collective(state, "all-gather", lambda: gather(flat_out, flat_in, group=group))
     return [received[rank, :length].movedim(0, dim) for rank, length in enumerate(lengths)]
 
 

@@ -15,7 +15,7 @@ from ringcp.kernels.registry import choose
 from ringcp.layout import Layout, layout_named
 from ringcp.lower import lower
 from ringcp.mask import Full, Mask
-from ringcp.schedule import build
+from ringcp.schedule import Heads, build
 from ringcp.topology import ring
 from ringcp.transport import InProcess
 
@@ -75,7 +75,8 @@ class _InProcess(torch.autograd.Function):
             transport = InProcess()
             runs = []
             for rank in range(layout.world_size):
-                plan = lower(build(layout, mask, ring(layout.world_size), rank), kernel.caps)
+                schedule = build(layout, mask, ring(layout.world_size), rank, Heads(q.shape[1], k.shape[1]))
+                plan = lower(schedule, kernel.caps)
                 job = Job(plan, kernel, q.shape[3] ** -0.5 if scale is None else scale, transport.endpoint(rank), 0)
                 runs.append(run(job, *(None if x is None else layout.shard(x, rank, 2) for x in tensors)))
             results = drive_all(runs)
