@@ -108,6 +108,8 @@ def subtract(a: Band, b: Band) -> Iterator[Band]:
 
 def count(band: Band) -> int:
     """Number of pairs."""
+    if band.is_full:
+        return band.num_q * band.num_k
 
     def pairs_up_to(d: int) -> int:
         # Pairs with i - j <= d: cut the corner triangle by inclusion and exclusion.
@@ -124,21 +126,9 @@ def merge(a: Band, b: Band) -> Band | None:
     """One band with exactly the pairs of two disjoint ones, if there is one."""
     q = (min(a.q[0], b.q[0]), max(a.q[1], b.q[1]))
     k = (min(a.k[0], b.k[0]), max(a.k[1], b.k[1]))
-    # An edge that cuts nothing off its own rectangle is free: try it both as it is and opened to the new corner.
-    los = {min(a.lo, b.lo)} | {band.lo for band in (a, b) if band.cuts_low}
-    his = {max(a.hi, b.hi)} | {band.hi for band in (a, b) if band.cuts_high}
-    wanted = count(a) + count(b)
-    for lo in los:
-        for hi in his:
-            whole = trim(q, k, lo, hi)
-            if whole is not None and count(whole) == wanted and _contains(whole, a) and _contains(whole, b):
-                return whole
-    return None
-
-
-def _contains(whole: Band, part: Band) -> bool:
-    common = intersect(whole, part)
-    return common is not None and count(common) == count(part)
+    # The smallest band around both; a trimmed band attains its edges, so no other can have these pairs alone.
+    whole = Band(q, k, min(a.lo, b.lo), max(a.hi, b.hi))
+    return whole if count(whole) == count(a) + count(b) else None
 
 
 def merge_all(bands: Iterable[Band]) -> list[Band]:

@@ -33,7 +33,13 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"mesh: expected a mesh of 1 dim, got one of {mesh.ndim} dims {mesh.mesh_dim_names}; "
             'take the slice over which the sequence is split, such as mesh["cp"]'
         )
-    return mesh.get_group()
+    try:
+        return mesh.get_group()
+    except RuntimeError as error:
+        raise LayoutError(
+            f"mesh: expected a mesh whose process group exists, got one without ({error}); call "
+            "torch.distributed.init_process_group and make the mesh after it"
+        ) from error
 
 
 class Channel(Protocol):

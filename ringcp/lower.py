@@ -163,9 +163,8 @@ def _call(band: Band, where: _Where, fresh: bool) -> Call:
 def _cut(band: Band, caps: Caps) -> Iterator[Band]:
     """Disjoint parts of a band, each of which is one launch."""
     if not _takes(band, caps):
-        raise UnsupportedError(
-            f"kernel: expected one that takes {'windows' if band.cuts_high else 'causal masks'}, got caps {caps} for {band}"
-        )
+        wanted = "windows" if band.cuts_high else "causal masks"
+        raise UnsupportedError(f"kernel: expected one that takes {wanted}, got caps {caps} for {band}")
     if band.is_full or caps.band == "any":
         yield band
     elif band.cuts_high or caps.causal == "none":

@@ -26,7 +26,7 @@ from ringcp.mask import Mask, decode_mask
 from ringcp.merge import accumulator_dtype
 from ringcp.schedule import Heads, build
 from ringcp.topology import ring
-from ringcp.transport import P2P
+from ringcp.transport import P2P, warm_up
 
 PLAN_VERSION = 1
 MODES = ("auto", "ring")
@@ -193,6 +193,9 @@ def _job(
 ) -> Job:
     heads = Heads(q.shape[1], k.shape[1])
     plan = lower(build(layout, mask, _ring(state.world_size), state.rank, heads), kernel.caps)
+    if q.is_cuda and not state.warm and state.world_size > 1:
+        warm_up(group, q.device)
+        state.warm = True
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return Job(plan, kernel, scale, P2P(group, timeout), call)
 

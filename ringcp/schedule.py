@@ -271,11 +271,9 @@ class _Needs:
 
     def hops(self, topology: Topology) -> tuple[int, ...]:
         """The distances over which anything moves: the same on every rank, so that steps stay aligned."""
-        return tuple(
-            hop
-            for hop in range(1, topology.world_size)
-            if any(topology.upstream(rank, hop) in sources for rank, sources in enumerate(self.sources))
-        )
+        place = {rank: at for at, rank in enumerate(topology.order)}
+        pairs = ((rank, source) for rank, sources in enumerate(self.sources) for source in sources)
+        return tuple(sorted({(place[rank] - place[source]) % topology.world_size for rank, source in pairs}))
 
 
 @lru_cache(maxsize=256)

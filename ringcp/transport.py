@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -72,6 +73,14 @@ class P2P:
             f"{parcel.tensor.numel() * parcel.tensor.element_size()} bytes did not go through within {limit}; "
             f"the peer died, or did not come: look for its error, or raise timeout=. ({error})"
         )
+
+
+def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """One operation of all ranks, before the first batch of P2P in an NCCL group.
+
+    NCCL makes a group's communicator in its first operation, and every rank must take part in that.
+    """
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 class _Works:

@@ -1,0 +1,94 @@
+"""Transports: what they post, in which order, and how they wait. Real messages are tested with the attention."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringcp.executor import drive_all
+from ringcp.transport import P2P, InProcess, Parcel, warm_up
+
+
+def parcel(peer, what="keys and values", tag=7):
+    return Parcel(torch.zeros(4), peer, tag, what)
+
+
+class Work:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait(self, *timeout):
+        self.log.append((self.name, *timeout))
+
+
+def _post_order(mesh, monkey_works):
+    group, log, posted = mesh.get_group(), [], []
+
+    def batch(ops):
+        posted.extend((op.op.__name__, op.group_peer, op.tag) for op in ops)
+        return [Work(log, i) for i in range(len(ops) if monkey_works is None else monkey_works)]
+
+    original, dist.batch_isend_irecv = dist.batch_isend_irecv, batch
+    try:
+        P2P(group, 2.0).post([parcel(1), parcel(0)], [parcel(1)], "forward step 1").wait()
+    finally:
+        dist.batch_isend_irecv = original
+    return posted, log
+
+
+def test_sends_are_posted_before_receives_in_one_batch(worlds):
+    for posted, log in worlds(2).run(_post_order, None):
+        assert posted == [("isend", 1, 7), ("isend", 0, 7), ("irecv", 1, 7)]
+        assert [entry[0] for entry in log] == [2, 1, 0], "the receive is waited for first"
+        assert all(0 < entry[1].total_seconds() <= 2 for entry in log)
+
+
+def test_one_work_for_the_batch_waits_on_the_stream_alone(worlds):
+    for _, log in worlds(2).run(_post_order, 1):
+        assert log == [(0,)], "as NCCL gives it: no timeout, since the watchdog decides"
+
+
+def _warm(mesh):
+    warm_up(mesh.get_group(), torch.device("cpu"))
+    return True
+
+
+def test_warm_up_is_an_operation_of_all_ranks(worlds):
+    assert worlds(2).run(_warm) == [True, True]
+
+
+def test_in_process_messages_match_by_sender_receiver_and_tag():
+    office = InProcess()
+    a, b = office.endpoint(0), office.endpoint(1)
+    sent, got = torch.arange(4.0), torch.empty(4)
+    first = a.post([Parcel(sent, 1, 1, "kv")], [], "step 0")
+    assert not first.ready()
+    other = b.post([], [Parcel(torch.empty(4), 0, 2, "kv")], "step 0")
+    assert not other.ready(), "another tag"
+    second = b.post([], [Parcel(got, 0, 1, "kv")], "step 0")
+    assert second.ready()
+    assert first.ready()
+    assert torch.equal(got, sent)
+
+
+def test_in_process_transfers_cannot_be_waited_for():
+    pending = InProcess().endpoint(0).post([], [parcel(1)], "forward step 3")
+    with pytest.raises(RuntimeError, match=r"rank 0, forward step 3: .* use drive_all"):
+        pending.wait()
+
+
+def test_a_message_of_another_length_is_caught():
+    office = InProcess()
+    office.endpoint(0).post([Parcel(torch.zeros(4), 1, 1, "kv")], [], "step 0")
+    pending = office.endpoint(1).post([], [Parcel(torch.zeros(3), 0, 1, "kv")], "step 0")
+    with pytest.raises(AssertionError, match="of another length"):
+        pending.ready()
+
+
+def test_ranks_that_wait_for_each_other_for_ever_are_named():
+    office = InProcess()
+
+    def run(rank):
+        yield office.endpoint(rank).post([], [parcel(1 - rank)], f"step {rank}")
+
+    with pytest.raises(RuntimeError, match=r"no rank can go on.*step 0.*step 1"):
+        drive_all([run(0), run(1)])
