@@ -35,10 +35,10 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
         )
     try:
         return mesh.get_group()
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:  # the latter on a rank that the mesh leaves out
         raise LayoutError(
-            f"mesh: expected a mesh whose process group exists, got one without ({error}); call "
-            "torch.distributed.init_process_group and make the mesh after it"
+            f"mesh: expected a mesh that this rank is part of and whose process group exists, got another ({error}); "
+            "call torch.distributed.init_process_group, make the mesh after it, and call on its ranks only"
         ) from error
 
 

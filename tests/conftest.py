@@ -5,6 +5,7 @@ from typing import Protocol
 
 import hypothesis
 import pytest
+import torch
 
 from ringcp.testing.pool import World
 
@@ -36,7 +37,9 @@ def worlds() -> Iterator[Worlds]:
         if pool is None:
             while len(pools) >= MAX_LIVE_POOLS:
                 pools.pop(next(iter(pools))).close()  # the one that was used longest ago
-            pool = World(size, threads=threads, warnings_as_errors=True, preload=("pytest", "hypothesis"))
+            pool = World(
+                size, threads=threads, warnings_as_errors=True, preload=("pytest", "hypothesis", "torch._dynamo")
+            )
         elif pool.failed or not pool.alive:
             pool.restart()
         pools[key] = pool
@@ -45,3 +48,12 @@ def worlds() -> Iterator[Worlds]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One intra-op thread in this process, as the ranks of a pool have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

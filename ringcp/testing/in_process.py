@@ -89,8 +89,13 @@ class _InProcess(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        # `once_differentiable` would drop the second derivative in silence where dout does not require grad.
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "double backward: in_process is differentiable once, got a backward pass with create_graph=True; "
+                "call backward without it"
+            )
         q, k, v, out, lse = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * 8

@@ -1,0 +1,78 @@
+"""What is computed: one attention problem, by name, and its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import ringcp
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_CHECKED_LEN = 256
+_CHECKED_LEN_MAX = 2048
+
+
+def parse_mask(text: str) -> ringcp.Mask:
+    """`causal`, `full`, or `window:N`: the causal window of N tokens, the query's own among them.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if text == "causal":
+        return ringcp.Causal()
+    if text == "full":
+        return ringcp.Full()
+    kind, _, tokens = text.partition(":")
+    if kind == "window" and tokens.isdecimal() and int(tokens) > 0:
+        return ringcp.Window(int(tokens) - 1)
+    raise ValueError(f"mask: expected causal, full or window:N with N >= 1, got {text!r}; for example window:1024")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem over a whole sequence.
+
+    Raises:
+        ValueError: heads that do not divide, an unknown dtype or mask.
+    """
+
+    seq_len: int
+    dtype: str = "fp32"
+    mask: str = "causal"
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+
+    def __post_init__(self) -> None:
+        parse_mask(self.mask)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name in ("seq_len", "batch", "heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: expected a divisor of heads = {self.heads}, got {self.kv_heads}")
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        return f"{self.mask} {self.dtype} B{self.batch} H{heads} D{self.head_dim} S{self.seq_len}"
+
+    def small(self) -> Case:
+        """The same problem, short enough for the fp64 reference, long enough for a window to cut something."""
+        window = int(self.mask.partition(":")[2] or 0)
+        length = max(_CHECKED_LEN, min(2 * window, _CHECKED_LEN_MAX))
+        return replace(self, seq_len=min(self.seq_len, length))
+
+    def tensors(self, device: str) -> list[Tensor]:
+        """q, k, v and the upstream gradient of the whole sequence, (B, H, S, D), the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seq_len)
+        return [
+            torch.randn(self.batch, heads, self.seq_len, self.head_dim, generator=generator).to(
+                device, DTYPES[self.dtype]
+            )
+            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        ]

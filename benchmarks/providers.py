@@ -1,0 +1,86 @@
+"""Who computes it. A further provider is one function and one entry in `PROVIDERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringcp
+from benchmarks.cases import Case, parse_mask
+from ringcp.layout import layout_named
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a provider is told: the case, and how it is to be computed. It takes from this what it knows."""
+
+    case: Case
+    mesh: DeviceMesh
+    mode: str
+    layout: str
+    agree: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The function that is timed, on this rank's q, k, v, and which of the tokens these hold (None: all of them)."""
+
+    attention: Attention
+    layout: ringcp.Layout | None
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A named way to compute attention.
+
+    prepare: what need not be done per call. It runs on every rank.
+    modes: those it knows; other modes are not run.
+    single_process: rank 0 computes the whole sequence with all cores, while the other ranks wait.
+    """
+
+    prepare: Callable[[Setting], Prepared]
+    modes: tuple[str, ...]
+    single_process: bool = False
+
+
+def _ringcp(setting: Setting) -> Prepared:
+    mask = parse_mask(setting.case.mask)
+    layout = layout_named(setting.layout, setting.case.seq_len, setting.mesh.size())
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = ringcp.attention(
+            q, k, v, mesh=setting.mesh, mask=mask, layout=layout, mode=setting.mode, agree=setting.agree
+        )
+        assert isinstance(out, Tensor)  # and not the lse as well
+        return out
+
+    return Prepared(attention, layout)
+
+
+def _sdpa(setting: Setting) -> Prepared:
+    case = setting.case
+    causal, mask = case.mask == "causal", None
+    if case.mask not in ("causal", "full"):
+        positions = torch.arange(case.seq_len, device=setting.mesh.device_type)
+        mask = parse_mask(case.mask).dense(positions, positions)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=case.heads != case.kv_heads
+        )
+
+    return Prepared(attention, None)
+
+
+BASELINE = "sdpa"
+PROVIDERS = {
+    BASELINE: Provider(_sdpa, modes=("single",), single_process=True),
+    "ringcp": Provider(_ringcp, modes=("ring", "auto")),
+}

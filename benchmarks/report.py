@@ -1,0 +1,219 @@
+"""What is said about it: quantiles, the table on the terminal, and the append-only CSV."""
+
+from __future__ import annotations
+
+import csv
+import platform
+import shlex
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import METRICS, Breakdown
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    median: float
+    p20: float
+    p80: float
+
+
+def quantiles(values: Sequence[float]) -> Quantiles:
+    """The median and the 20th and 80th percentile, interpolated linearly.
+
+    Raises:
+        ValueError: if there are no values.
+    """
+    if not values:
+        raise ValueError("values: expected at least one, got none; run at least one round")
+    at = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    return Quantiles(*torch.quantile(torch.tensor(values, dtype=torch.float64), at).tolist())
+
+
+def percent_of_baseline(baseline: Sequence[float], provider: Sequence[float], *, devices: int = 1) -> list[float]:
+    """Speed in percent of the baseline's, round by round: both were measured in the same round, so drifts cancel.
+
+    Args:
+        baseline, provider: seconds by round.
+        devices: how many times the hardware of the baseline the provider had; 1 on the same cores.
+
+    Raises:
+        ValueError: if the rounds do not pair up.
+    """
+    if len(baseline) != len(provider):
+        raise ValueError(f"provider: expected {len(baseline)} rounds, as the baseline has, got {len(provider)}")
+    return [100.0 * b / (p * devices) for b, p in zip(baseline, provider, strict=True)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the CSV: a metric of a provider in a case, and where it was measured. Quantiles are over rounds."""
+
+    provider: str
+    case: str
+    mode: str
+    metric: str
+    unit: str
+    median: float | str
+    p20: float | str
+    p80: float | str
+    torch: str
+    device: str
+    threads: int
+    commit: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where and how the numbers were measured."""
+
+    torch: str
+    device: str
+    commit: str
+    command: str
+
+    @classmethod
+    def here(cls, device: str, world_size: int, argv: Sequence[str]) -> Origin:
+        command = f"torchrun --standalone --nproc-per-node={world_size} benchmarks/attention.py {shlex.join(argv)}"
+        name = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
+        return cls(torch.__version__, name, _commit(), command.strip())
+
+
+def append_csv(path: Path, rows: Iterable[Row]) -> None:
+    """Adds rows to a CSV file, which gets its header when it is made. What is in it is never changed.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    header = [field.name for field in fields(Row)]
+    if path.exists() and path.stat().st_size:
+        with path.open(newline="") as file:
+            found = next(csv.reader(file))
+        if found != header:
+            raise ValueError(f"csv: expected a file with the columns {header}, got {found}; give another file name")
+        header = []
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([header] if header else [])
+        writer.writerows([getattr(row, field.name) for field in fields(Row)] for row in rows)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An entrant's seconds by round and metric, likewise its speed in percent of the baseline; or what is wrong."""
+
+    provider: str
+    case: str
+    mode: str
+    seconds: list[list[float]]
+    percents: list[list[float]]
+    wrong: str = ""
+    breakdown: tuple[Breakdown, ...] = ()
+
+    def rows(self, origin: Origin, threads: int) -> list[Row]:
+        """Lines for the CSV. A wrong provider has one, whose metric is "wrong" and whose unit says why."""
+
+        def row(metric: str, unit: str, values: Sequence[float]) -> Row:
+            shown: list[float | str] = ["", "", ""]
+            if values:
+                q = quantiles(values)
+                shown = [float(f"{x:.6g}") for x in (q.median, q.p20, q.p80)]
+            who = self.provider, self.case, self.mode
+            return Row(*who, metric, unit, shown[0], shown[1], shown[2], threads=threads, **vars(origin))
+
+        if self.wrong:
+            return [row("wrong", " ".join(self.wrong.split()), [])]
+        rows = []
+        for i, metric in enumerate(METRICS):
+            rows.append(row(metric, "ms", [1e3 * s[i] for s in self.seconds]))
+            rows.append(row(metric, "% of sdpa", [p[i] for p in self.percents]))
+        for b in self.breakdown:
+            rows.append(row(f"{b.direction} tiles", "count", [b.tiles]))
+            rows.append(row(f"{b.direction} sent", "bytes", [b.bytes_sent]))
+            rows.append(row(f"{b.direction} received", "bytes", [b.bytes_received]))
+            rows.append(row(f"{b.direction} compute", "ms", [1e3 * b.compute_s]))
+            rows.append(row(f"{b.direction} wait", "ms", [1e3 * b.wait_s]))
+            rows.append(row(f"{b.direction} other", "ms", [1e3 * b.other_s]))
+        return rows
+
+
+def print_table(console: Console, results: Sequence[Measured], *, world_size: int, baseline_threads: int) -> None:
+    """Medians over the rounds; the slowest rank counts."""
+    ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
+    single = f"{baseline_threads} threads" if baseline_threads > 1 else "1 thread"
+    table = Table(
+        title=f"{ranks}; % of single-process SDPA's speed ({single}), median of the rounds' ratios, 20th percentile in "
+        "brackets",
+        title_justify="left",
+    )
+    for column in ("case", "provider", "mode"):
+        table.add_column(column)
+    for metric in METRICS:
+        table.add_column(f"{metric}\nms (p20 – p80)", justify="right")
+        table.add_column("\n%", justify="right")
+    last = ""
+    for result in results:
+        if last and result.case != last:
+            table.add_section()
+        cells = [result.case if result.case != last else "", result.provider, result.mode]
+        last = result.case
+        if result.wrong:
+            table.add_row(*cells, "[red]wrong: see below[/]")
+            continue
+        for i in range(len(METRICS)):
+            t = quantiles([1e3 * s[i] for s in result.seconds])
+            p = quantiles([p[i] for p in result.percents])
+            cells += [f"{t.median:.1f} ({t.p20:.1f} – {t.p80:.1f})", f"{p.median:.1f} ({p.p20:.1f})"]
+        table.add_row(*cells)
+    console.print(table)
+    for result in results:
+        if result.wrong:
+            line = f"WRONG {result.provider} {result.mode}, {result.case}: {result.wrong}"
+            console.print(line, style="red", markup=False, highlight=False)
+
+
+def print_breakdown(console: Console, results: Sequence[Measured]) -> None:
+    """The median call's slowest rank, by direction."""
+    table = Table(title="Breakdown of the median recorded call, slowest rank in each direction", title_justify="left")
+    for column in ("case", "provider", "mode", "direction", "rank"):
+        table.add_column(column)
+    for column in ("tiles", "sent MB", "received MB", "compute ms", "wait ms", "other ms", "total ms"):
+        table.add_column(column, justify="right")
+    for result in results:
+        for b in result.breakdown:
+            megabytes = [f"{x / 1e6:.3f}" for x in (b.bytes_sent, b.bytes_received)]
+            times = [f"{1e3 * x:.2f}" for x in (b.compute_s, b.wait_s, b.other_s, b.seconds)]
+            who = (result.case, result.provider, result.mode, b.direction, str(b.rank), str(b.tiles))
+            table.add_row(*who, *megabytes, *times)
+    console.print(table)
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The commit of this tree, with "+" if ringcp or the benchmarks differ from it; empty without git."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "ringcp", "benchmarks")
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -1,0 +1,36 @@
+"""A call of `ringcp.attention` to vary, made alike on every rank of a pool, and the check that a valid one is exact."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringcp
+from ringcp.testing import assert_close, reference_attention
+
+
+def make_call(mesh, seq_len, *, dtype=torch.float64, requires_grad=False):
+    """The arguments of a valid call on this rank, and the whole tensors."""
+    generator = torch.Generator().manual_seed(seq_len)
+    layout = ringcp.HeadTail(seq_len, mesh.size())
+    whole = [torch.randn(2, heads, seq_len, 8, dtype=dtype, generator=generator) for heads in (4, 2, 2)]
+    local = [layout.shard(x, mesh.get_local_rank(), 2).requires_grad_(requires_grad) for x in whole]
+    return {**dict(zip("qkv", local, strict=True)), "mesh": mesh, "mask": ringcp.Causal()}, whole, layout
+
+
+def attend(call):
+    options = {name: value for name, value in call.items() if name not in "qkv"}
+    return ringcp.attention(call["q"], call["k"], call["v"], **options)
+
+
+def check_exact(mesh, seq_len, *, layout="auto", **options):
+    """A valid call, held against the reference."""
+    call, whole, sized = make_call(mesh, seq_len)
+    expected, _ = reference_attention(*whole, mask=ringcp.Causal())
+    out = attend({**call, **options, "layout": sized if layout == "instance" else layout})
+    assert_close(out, sized.shard(expected, mesh.get_local_rank(), 2), name=f"out of S = {seq_len}")
+
+
+def new_mesh(**options):
+    """A mesh with a group of its own, which a test may break."""
+    group = dist.new_group(**options)
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))

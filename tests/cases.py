@@ -1,0 +1,233 @@
+"""Cases of exact attention that several files share: what goes in, what must come out, and how they are held together.
+
+A case names everything by words and numbers, so that it pickles, prints and makes the same tensors on every rank.
+"""
+
+import itertools
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import ringcp
+from ringcp.layout import layout_named
+from ringcp.testing import assert_close, reference_attention
+
+
+class Shape(NamedTuple):
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+HEADS = {
+    "mha": Shape(1, 3, 3, 5, 5),
+    "gqa": Shape(2, 8, 2, 5, 5),
+    "mqa": Shape(2, 4, 1, 6, 6),
+    "wide_v": Shape(1, 4, 2, 5, 7),
+    "narrow_v": Shape(2, 3, 3, 7, 4),
+}
+
+MASKS = {
+    "full": None,
+    "causal": ringcp.Causal(),
+    "window_1": ringcp.Window(0),
+    "window_3": ringcp.Window(2),
+    "window_8": ringcp.Window(7),
+    "window_17": ringcp.Window(16),
+    "two_sided": ringcp.Window(4, 2),
+    "and": ringcp.Window(9, 9) & ringcp.Causal(),
+    "or": ringcp.Window(1, 3) | (ringcp.Window(6, 0) & ringcp.Window(11, 5)),
+}
+
+# The same, written out once more without ringcp's masks: which pairs attend, by query position minus key position.
+ALLOWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "full": lambda ahead: ahead == ahead,
+    "causal": lambda ahead: ahead >= 0,
+    "window_1": lambda ahead: ahead == 0,
+    "window_3": lambda ahead: (ahead >= 0) & (ahead < 3),
+    "window_8": lambda ahead: (ahead >= 0) & (ahead < 8),
+    "window_17": lambda ahead: (ahead >= 0) & (ahead < 17),
+    "two_sided": lambda ahead: (ahead >= -2) & (ahead <= 4),
+    "and": lambda ahead: (ahead >= 0) & (ahead <= 9),
+    "or": lambda ahead: (ahead >= -3) & (ahead <= 6),
+}
+
+LAYOUTS = ("contiguous", "head_tail", "striped")
+
+# gaussian, then what training sees: a channel far above the others, tokens that repeat, one key that takes all, and
+# ranks whose scores lie near -300, 0 and +300.
+INPUTS = ("gaussian", "outlier_channel", "repeated_tokens", "dominating_key", "far_scores")
+
+# How the local tensors and the upstream gradients lie in memory.
+STRIDES = ("dense", "as_BSHD", "every_other", "as_BHDS", "expanded_batch", "expanded_heads")
+
+# What has an upstream gradient. "out": the lse is not even returned; "out_of_both": it is, and gets none.
+UPSTREAMS = ("both", "out", "out_of_both", "lse")
+
+KERNELS = ("auto", "reference")
+
+
+class Case(NamedTuple):
+    seq_len: int
+    mask: str = "causal"
+    layout: str = "head_tail"
+    heads: str = "gqa"
+    inputs: str = "gaussian"
+    strides: str = "dense"
+    upstream: str = "both"
+    kernel: str = "auto"
+
+
+class Tensors(NamedTuple):
+    """q, k, v and the upstream gradients of out and lse."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+def lengths(world_size: int) -> list[int]:
+    """One token, fewer tokens than ranks or chunks, and lengths that divide evenly or do not."""
+    return sorted({1, 2, world_size, 2 * world_size - 1, 24, 33, 37})
+
+
+def matrix(world_size: int) -> Iterator[Case]:
+    """Every layout, mask and length; all heads, strides and upstream gradients; all inputs; the rest drawn."""
+    draw = random.Random(world_size).choice
+    for layout, mask, seq_len in itertools.product(LAYOUTS, MASKS, lengths(world_size)):
+        rest = (draw(list(HEADS)), draw(INPUTS), draw(STRIDES), draw(UPSTREAMS), draw(KERNELS))
+        yield Case(seq_len, mask, layout, *rest)
+    for heads, strides, upstream in itertools.product(HEADS, STRIDES, UPSTREAMS):
+        seq_len, mask, layout = draw((24, 33, 37)), draw(list(MASKS)), draw(LAYOUTS)
+        yield Case(seq_len, mask, layout, heads, draw(INPUTS), strides, upstream, draw(KERNELS))
+    for inputs, mask in itertools.product(INPUTS, MASKS):
+        yield Case(33, mask, draw(LAYOUTS), draw(list(HEADS)), inputs, kernel=draw(KERNELS))
+
+
+def whole(case: Case, world_size: int, dtype: torch.dtype = torch.float64) -> Tensors:
+    """The tensors of the whole sequence, the same wherever they are made."""
+    shape, seq_len = HEADS[case.heads], case.seq_len
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((case, world_size)).encode()))
+
+    def normal(heads: int, *last: int) -> Tensor:
+        x = torch.randn(shape.batch, heads, seq_len, *last, generator=generator, dtype=torch.float64)
+        if case.strides == "expanded_batch":
+            return x[:1].expand_as(x)
+        return x[:, :1].expand_as(x) if case.strides == "expanded_heads" else x
+
+    q, k, v = (
+        normal(shape.q_heads, shape.head_dim),
+        normal(shape.kv_heads, shape.head_dim),
+        normal(shape.kv_heads, shape.value_dim),
+    )
+    if case.inputs == "outlier_channel":
+        factor = torch.ones(shape.head_dim).index_fill_(0, torch.tensor(1), 12.0)
+        q, k = q * factor, k * factor
+    elif case.inputs == "repeated_tokens":
+        source = torch.arange(seq_len) // 3 * 3
+        q, k, v = (x[:, :, source] for x in (q, k, v))
+    elif case.inputs == "dominating_key":
+        k = k * torch.ones(seq_len, 1).index_fill_(0, torch.tensor(seq_len // 3), 15.0)
+    elif case.inputs == "far_scores":
+        layout = layout_named(case.layout, seq_len, world_size)
+        offset = torch.cat([torch.full((layout.local_len(r),), (r % 3 - 1) * 300.0) for r in range(world_size)])
+        order = torch.cat([layout.positions(r) for r in range(world_size)])
+        aimed = torch.zeros(shape.head_dim).index_fill_(0, torch.tensor(0), 1.0)
+        place = torch.zeros(seq_len, dtype=torch.float64).index_copy_(0, order, offset.double())
+        q, k = q * (1 - aimed) + aimed, k + place[:, None] * aimed * shape.head_dim**0.5
+    upstream = normal(shape.q_heads, shape.value_dim), normal(shape.q_heads)
+    return Tensors(*(x.to(dtype) for x in (q, k, v, *upstream)))
+
+
+def restride(x: Tensor, kind: str) -> Tensor:
+    """The same numbers, laid out in memory as `kind` says (see STRIDES). `x` must hold what an expansion repeats."""
+    if kind == "as_BSHD":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "every_other":
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+    if kind == "as_BHDS":
+        return x.transpose(2, -1).contiguous().transpose(2, -1)
+    if kind == "expanded_batch":
+        return x[:1].contiguous().expand(x.shape)
+    return x[:, :1].contiguous().expand(x.shape) if kind == "expanded_heads" else x.contiguous()
+
+
+def differentiated(case: Case, tensors: Tensors, attend: Callable[..., object]) -> dict[str, Tensor]:
+    """out, lse, dq, dk and dv of ``attend(q, k, v, return_lse=...)``."""
+    q, k, v = leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    if case.upstream == "out":
+        out, lse = attend(q, k, v, return_lse=False), None
+    else:
+        out, lse = attend(q, k, v, return_lse=True)
+    on_both = {"both": [(out, tensors.dout), (lse, tensors.dlse)], "lse": [(lse, tensors.dlse)]}
+    results, upstream = zip(*on_both.get(case.upstream, [(out, tensors.dout)]), strict=True)
+    grads = torch.autograd.grad(results, leaves, upstream, allow_unused=True, materialize_grads=True)
+    named = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+    return named if lse is None else {**named, "lse": lse.detach()}
+
+
+def allowed(mask: str, seq_len: int) -> Tensor:
+    """The mask as a bool tensor (S, S): True where the query of the row attends to the key of the column."""
+    positions = torch.arange(seq_len)
+    return ALLOWED[mask](positions[:, None] - positions)
+
+
+def expected(case: Case, tensors: Tensors) -> dict[str, Tensor]:
+    """What the definition of attention gives, in fp64."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> object:
+        out, lse = reference_attention(q, k, v, mask=allowed(case.mask, case.seq_len))
+        return (out, lse) if return_lse else out
+
+    return differentiated(case, Tensors(*(x.double() for x in tensors)), attend)
+
+
+def differences(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
+    """Every result that is off, each held against its own bound: text, so that one rank's does not stop its peers."""
+    found = []
+    assert got.keys() == want.keys(), (got.keys(), want.keys())
+    for name in got:
+        try:
+            assert_close(got[name], want[name], name=name)
+        except AssertionError as error:
+            found.append(f"{what}: {error}")
+    return found
+
+
+def run_case(mesh, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's results of `ringcp.attention`, and its shards of what they must be."""
+    rank, world_size = mesh.get_local_rank(), mesh.size()
+    layout = layout_named(case.layout, case.seq_len, world_size)
+    tensors = whole(case, world_size)
+    local = Tensors(*(restride(layout.shard(x, rank, 2), case.strides) for x in tensors))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> object:
+        # Odd lengths come with a layout that knows them, even ones with its name, for the vote to find out.
+        given = layout if case.seq_len % 2 else case.layout
+        mask, kernel = MASKS[case.mask], case.kernel
+        return ringcp.attention(q, k, v, mesh=mesh, mask=mask, layout=given, kernel=kernel, return_lse=return_lse)
+
+    got = differentiated(case, local, attend)
+    return got, {name: layout.shard(x, rank, 2) for name, x in expected(case, tensors).items()}
+
+
+def check_cases(mesh, cases: list[Case]) -> list[str]:
+    """Runs the cases on this rank and says what is off."""
+    found = []
+    for case in cases:
+        found += differences(f"rank {mesh.get_local_rank()} of {mesh.size()}, {case}", *run_case(mesh, case))
+    return found
+
+
+def assert_none(found_by_rank: list[list[str]]) -> None:
+    """No rank found anything off."""
+    found = [text for texts in found_by_rank for text in texts]
+    assert not found, f"{len(found)} results are off:\n" + "\n".join(found[:20])

@@ -1,0 +1,191 @@
+"""The benchmark runs by the command of its docstring, and its arithmetic is right. Speeds are not tested."""
+
+import csv
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringcp
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # a bare `pytest` does not put it there
+
+pytest.importorskip("rich")
+
+from benchmarks import attention as runner  # noqa: E402
+from benchmarks import cases, harness, providers, report  # noqa: E402
+
+
+def launch(*options, world_size=2, timeout=100):
+    """The docstring's command with further options; its output."""
+    command = next(line for line in runner.__doc__.splitlines() if line.strip().startswith("torchrun"))
+    words = shlex.split(command.replace("--nproc-per-node=2", f"--nproc-per-node={world_size}"))
+    assert words.pop(0) == "torchrun"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_command_of_the_docstring_prints_a_table_and_appends_to_the_csv(tmp_path):
+    path = tmp_path / "results.csv"
+    path.write_text(",".join(report.Row.__dataclass_fields__) + "\nan,earlier,line\n")
+    out = launch("--smoke", "--breakdown", "--mask", "causal", "window:48", "--csv", str(path))
+
+    assert "wrong" not in out.lower()
+    assert "% of single-process SDPA's speed" in out
+    for shown in ("causal fp32 B1 H8 D64 S128 W2", "window:48 bf16 B1 H8 D64 S128 W2", "sdpa", "ringcp", "wait ms"):
+        assert shown in out
+
+    earlier, *rows = read(path)
+    assert earlier["provider"] == "an", "what was in the file stays"
+    timed = {(r["case"], r["provider"], r["metric"]): r for r in rows if r["unit"] == "ms"}
+    for case in ("causal fp32", "causal bf16", "window:48 fp32", "window:48 bf16"):
+        for provider in ("sdpa", "ringcp"):
+            both, forward, backward = (
+                float(timed[f"{case} B1 H8 D64 S128 W2", provider, metric]["median"]) for metric in harness.METRICS
+            )
+            assert both > 0
+            assert max(forward, backward) < both <= (forward + backward) * 1.001
+    sent = {r["case"]: float(r["median"]) for r in rows if r["metric"] == "forward sent"}
+    assert sent["causal fp32 B1 H8 D64 S128 W2"] == 2 * 8 * 64 * 64 * 4  # k and v of 64 tokens, 8 heads, 64 wide
+    assert {r["torch"] for r in rows} == {torch.__version__}
+    assert all("--nproc-per-node=2 benchmarks/attention.py" in r["command"] for r in rows)
+    assert {r["provider"]: r["threads"] for r in rows}["ringcp"] == "1"
+
+
+def test_quantiles_interpolate():
+    assert report.quantiles([3.0]) == report.Quantiles(3.0, 3.0, 3.0)
+    q = report.quantiles([5.0, 1.0, 2.0, 4.0, 3.0, 0.0])
+    assert (q.median, q.p20, q.p80) == pytest.approx((2.5, 1.0, 4.0))
+    with pytest.raises(ValueError, match="expected at least one, got none"):
+        report.quantiles([])
+
+
+def test_percentages_pair_the_rounds():
+    # The machine is ten times slower in the second round; both feel it, and the ratio does not.
+    percents = report.percent_of_baseline([1.0, 10.0, 1.0], [1.25, 12.5, 1.25])
+    assert percents == pytest.approx([80.0, 80.0, 80.0])
+    assert report.percent_of_baseline([1.0], [0.5], devices=2) == pytest.approx([100.0])
+    with pytest.raises(ValueError, match="expected 1 rounds, as the baseline has, got 2"):
+        report.percent_of_baseline([1.0], [1.0, 2.0])
+
+
+def test_rounds_alternate_the_order_and_leave_out_the_warm_up():
+    class Counting(harness.Harness):
+        def __init__(self):
+            self.order = []
+
+        def _slowest(self, entrant):
+            self.order.append(entrant)
+            return [float(len(self.order))] * 3
+
+    counting, ticks = Counting(), []
+    seconds = counting.rounds(["a", "b"], warmup=1, rounds=2, progress=lambda: ticks.append(1))
+    assert counting.order == ["a", "b", "b", "a", "a", "b"]
+    assert seconds == [[[4.0] * 3, [5.0] * 3], [[3.0] * 3, [6.0] * 3]]
+    assert len(ticks) == 6
+
+
+def own_shard_only(setting):
+    layout = ringcp.Contiguous(setting.case.seq_len, setting.mesh.size())
+    return providers.Prepared(torch.nn.functional.scaled_dot_product_attention, layout)
+
+
+def raises_on_rank_1(setting):
+    def attention(q, k, v):
+        if setting.mesh.get_local_rank() == 1:
+            raise NotImplementedError("no causal mask")
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    return providers.Prepared(attention, ringcp.Contiguous(setting.case.seq_len, setting.mesh.size()))
+
+
+def verdicts(mesh):
+    strangers = {"own shard": own_shard_only, "raises": raises_on_rank_1}
+    known = dict(providers.PROVIDERS)
+    providers.PROVIDERS.update({name: providers.Provider(prepare, ("ring",)) for name, prepare in strangers.items()})
+    try:
+        setting = providers.Setting(cases.Case(512, heads=2, kv_heads=2), mesh, "ring", "auto", "call")
+        h = harness.Harness("cpu", torch.get_num_threads())
+        return [h.check(name, setting) for name in ("ringcp", *strangers, "ringcp")]
+    finally:
+        providers.PROVIDERS.clear()
+        providers.PROVIDERS.update(known)
+
+
+def test_every_rank_learns_that_a_provider_is_wrong(worlds):
+    first, second = worlds(2).run(verdicts)
+    assert first == second
+    right, wrong, raised, right_again = first
+    assert (right, right_again) == ("", "")
+    assert wrong.startswith("out: error")
+    assert raised == "rank 1 raised NotImplementedError: no causal mask"
+
+
+class OneRank:
+    device_type = "cpu"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mask", ["causal", "full", "window:100"])
+def test_the_check_finds_one_wrong_gradient(dtype, mask):
+    case = cases.Case(4096, dtype, mask, heads=4, kv_heads=2, head_dim=32).small()
+    assert case.seq_len == 256
+    setting = providers.Setting(case, OneRank(), "single", "auto", "call")
+    q, k, v, grad = (x.requires_grad_(i < 3) for i, x in enumerate(case.tensors("cpu")))
+    sdpa = providers.PROVIDERS["sdpa"].prepare(setting).attention
+    results = [x.detach() for x in harness.compute(sdpa, (q, k, v, grad))]
+    assert harness._compare(setting, results) == ""
+    results[2] = results[2].clone()
+    results[2][0, 1, 7] *= 1.5
+    assert harness._compare(setting, results).startswith("dk: error")
+
+
+def test_a_wrong_provider_is_one_line_with_the_reason(tmp_path):
+    origin = report.Origin("2.13.0", "a cpu", "abc", "torchrun")
+    wrong = report.Measured("peer", "causal", "ring", [], [], wrong="dk: error 1\n at (0, 1)")
+    report.append_csv(tmp_path / "x.csv", wrong.rows(origin, 1))
+    (row,) = read(tmp_path / "x.csv")
+    assert (row["metric"], row["unit"], row["median"]) == ("wrong", "dk: error 1 at (0, 1)", "")
+
+
+def test_a_csv_of_other_columns_is_refused(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="give another file name"):
+        report.append_csv(path, [])
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mask", "window:0"], "mask: expected causal, full or window:N"),
+        (["--kv-heads", "3"], "kv_heads: expected a divisor of heads = 8, got 3"),
+        (["--seq-len", "0"], "seq_len: expected at least 1, got 0"),
+        (["--mode", "warp"], "--mode: expected modes among auto, ring, got warp"),
+        (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options, message, capsys):
+    with pytest.raises(SystemExit):
+        runner.parse(options)
+    assert message in capsys.readouterr().err
+
+
+def test_smoke_is_tiny():
+    args = runner.parse(["--seq-len", "2048", "8192", "--dtype", "bf16", "--kv-heads", "2", "--smoke"])
+    assert [case.name for case in args.cases] == ["causal bf16 B1 H8/2 D64 S128"]
+    assert (args.rounds, args.warmup) == (1, 0)

@@ -1,0 +1,307 @@
+"""Under torch.compile, checkpointing, autocast and what else wraps a model: the same numbers, and no surprises."""
+
+import functools
+import operator
+import warnings
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ringcp
+from ringcp.testing import assert_close, reference_attention
+
+MASKS = [ringcp.Causal(), ringcp.Window(3), ringcp.Causal() & ringcp.Window(2)]
+# Their encodings are longer than what all masks are padded to, and of three lengths.
+LONG_MASKS = [
+    functools.reduce(operator.or_, [ringcp.Window(i) & ringcp.Causal() for i in range(n)]) for n in (5, 9, 13)
+]
+LAYOUTS = [ringcp.HeadTail, ringcp.Striped, ringcp.Contiguous]
+
+
+def quiet(fn):
+    """torch's own warnings while it compiles are not ours: numpy's of its config, and those of its scripted rules."""
+
+    @functools.wraps(fn)
+    def run(*args):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+            torch._dynamo.reset()
+            return fn(*args)
+
+    return run
+
+
+def local_inputs(mesh, layout, dtype=torch.float32):
+    whole = [
+        torch.randn(2, heads, layout.seq_len, 8, dtype=dtype, generator=torch.Generator().manual_seed(heads + i))
+        for i, heads in enumerate((4, 2, 2))
+    ]
+    return [layout.shard(x, mesh.get_local_rank(), 2).requires_grad_() for x in whole], whole
+
+
+def run_both(fns, inputs, *args):
+    """out, lse and the gradients of each function, from the same upstream gradients."""
+    results = []
+    for fn in fns:
+        outputs = fn(*inputs, *args)
+        upstream = [torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(9)) for x in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, inputs, upstream)])
+    return results
+
+
+@quiet
+def compile_many(mesh, backend):
+    def step(q, k, v, mask, layout):
+        return ringcp.attention(q * 2, k, v, mesh=mesh, mask=mask, layout=layout, return_lse=True)
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    frames = []
+    for mask in MASKS:
+        for make in LAYOUTS:
+            layout = make(33, mesh.size())
+            inputs, _ = local_inputs(mesh, layout)
+            eager, other = run_both((step, compiled), inputs, mask, layout)
+            for a, b in zip(eager, other, strict=True):
+                assert torch.equal(a, b)
+                assert a.stride() == b.stride()
+        frames.append(counter.frame_count)
+    for long in LONG_MASKS if backend == "aot_eager" else ():
+        assert len(long.spec) > len(mask.spec)
+        assert torch.equal(compiled(*inputs, long, layout)[0], step(*inputs, long, layout)[0])
+        frames.append(counter.frame_count)
+    by_name = compiled(*inputs, mask, "contiguous")  # S is found by the vote, inside compiled code
+    assert torch.equal(by_name[0], eager[0])
+    return frames
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_equals_eager_and_masks_and_layouts_do_not_recompile(worlds, backend):
+    for frames in worlds(2).run(compile_many, backend):
+        # Local lengths of 33 tokens differ by layout: the first other one is compiled once more, with symbolic shapes.
+        assert frames[0] <= 2
+        assert frames[:3] == [frames[0]] * 3
+        assert frames[3:] in ([], [frames[0] + 1] * 3)
+
+
+@quiet
+def compile_lengths(mesh, backend):
+    def ring(q, k, v):
+        layout = ringcp.HeadTail(q.shape[2] * mesh.size(), mesh.size())
+        return ringcp.attention(q, k, v, mesh=mesh, mask=ringcp.Causal(), layout=layout)
+
+    def ring_by_name(q, k, v):
+        return ringcp.attention(q, k, v, mesh=mesh, mask=ringcp.Causal(), layout="head_tail")
+
+    def plain(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    frames = {}
+    for fn in (plain, ring_by_name, ring):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        compiled = torch.compile(fn, fullgraph=True, backend=counter)
+        for seq_len in (32, 64, 96):
+            inputs, whole = local_inputs(mesh, ringcp.HeadTail(seq_len, mesh.size()))
+            out = compiled(*inputs)
+            out.sum().backward()
+            if fn is not plain:
+                expected, _ = reference_attention(*whole, mask=ringcp.Causal())
+                expected = ringcp.HeadTail(seq_len, mesh.size()).shard(expected, mesh.get_local_rank(), 2)
+                assert_close(out, expected, baseline=fn(*inputs))
+                assert torch.equal(out, fn(*inputs))
+        frames[fn.__name__] = counter.frame_count
+    return frames
+
+
+@pytest.mark.report("1.71")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_lengths_in_a_row_compile_no_more_often_than_plain_attention(worlds, backend):
+    for frames in worlds(2).run(compile_lengths, backend):
+        assert 0 < frames["plain"] < 3  # so that the count counts
+        assert frames["ring_by_name"] <= frames["plain"]
+        assert frames["ring"] <= frames["plain"]
+
+
+@quiet
+def compile_on_a_slice(mesh):
+    cp = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "cp"))["cp"]
+    layout = ringcp.HeadTail(13, mesh.size())
+
+    def step(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return ringcp.attention(q, k, v, mesh=cp, mask=ringcp.Causal() & ringcp.Window(4), layout=layout)
+
+    inputs, _ = local_inputs(mesh, layout)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    eager, other = run_both((lambda *x: (step(*x),), lambda *x: (compiled(*x),)), inputs)
+    assert eager[0].dtype == torch.bfloat16
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(eager, other, strict=True))
+
+
+def test_masks_autocast_and_a_mesh_slice_inside_compiled_code(worlds):
+    worlds(2).run(compile_on_a_slice)
+
+
+@quiet
+def compiled_checks(mesh):
+    """Agreement and refusals happen inside the op, so compiled code has them as well."""
+    layout = ringcp.HeadTail(13, mesh.size())
+    inputs, _ = local_inputs(mesh, layout)
+    masks = [ringcp.Causal(), ringcp.Window(3)]
+    compiled = torch.compile(
+        lambda q, k, v, mask: ringcp.attention(q, k, v, mesh=mesh, mask=mask, layout=layout),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    compiled(*inputs, masks[0])
+    with pytest.raises(ringcp.AgreementError, match=r"mask=Window\(3, 0\), not mask=Causal\(\)"):
+        compiled(*inputs, masks[mesh.get_local_rank()])
+    with pytest.raises(ringcp.LayoutError, match="expected local lengths in dim 2"):
+        compiled(*(x.detach()[:, :, 1:] for x in inputs), masks[0])
+    compiled(*inputs, masks[0])
+
+
+def test_compiled_calls_vote_and_refuse(worlds):
+    worlds(2).run(compiled_checks)
+
+
+def save_attention(ctx, op, *args, **kwargs):
+    ours = op is torch.ops.ringcp.attention.default
+    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS = {
+    "none": None,
+    "not reentrant": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": functools.partial(create_selective_checkpoint_contexts, save_attention),
+    },
+}
+
+
+@quiet
+def checkpoint_all_ways(mesh, compiled):
+    layout = ringcp.HeadTail(13, mesh.size())
+    inputs, _ = local_inputs(mesh, layout)
+    w = torch.randn(8, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+    def block(q, k, v):
+        return ringcp.attention((q @ w).sin(), k @ w, v, mesh=mesh, mask=ringcp.Causal(), layout=layout) * 2
+
+    results = {}
+    for name, options in CHECKPOINTS.items():
+        run = block if options is None else functools.partial(checkpoint, block, **options)
+        if compiled:
+            torch._dynamo.reset()
+            run = torch.compile(run, backend="aot_eager")
+        for x in (*inputs, w):
+            x.grad = None
+        with ringcp.record() as recorder:
+            run(*inputs).square().sum().backward()
+        forwards = [s for s in recorder.steps if s.direction == "forward"]
+        results[name] = len(forwards), recorder.bytes_sent, [x.grad for x in (*inputs, w)]
+    steps, sent, grads = results["none"]
+    for name in CHECKPOINTS:
+        assert all(torch.equal(a, b) for a, b in zip(grads, results[name][2], strict=True)), name
+    return {name: (result[0] / steps, result[1] > sent) for name, result in results.items()}
+
+
+@pytest.mark.report("1.16")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_selective_checkpointing_runs_no_transfer_in_recomputation(worlds, compiled):
+    for runs in worlds(2).run(checkpoint_all_ways, compiled):
+        assert runs["none"] == (1, False)
+        assert runs["selective"] == (1, False)
+        if not compiled:  # what is compiled may be saved anyway
+            assert runs["not reentrant"] == runs["reentrant"] == (2, True)
+
+
+def autocast_dtypes(mesh):
+    wrong = []
+    mixes = [
+        (torch.float32,) * 3,
+        (torch.float32, torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16, torch.bfloat16),
+    ]
+    mixes += [(torch.bfloat16,) * 3, (torch.float16,) * 3, (torch.float64,) * 3]
+    layout = ringcp.HeadTail(13, mesh.size())
+    for autocast in (torch.bfloat16, torch.float16):
+        for mix in mixes:
+            inputs = [
+                x.detach().to(dtype).requires_grad_()
+                for x, dtype in zip(local_inputs(mesh, layout)[0], mix, strict=True)
+            ]
+            with torch.autocast("cpu", autocast):
+                ours = ringcp.attention(*inputs, mesh=mesh, layout=layout)
+                theirs = F.scaled_dot_product_attention(*inputs, enable_gqa=True)
+            if ours.dtype != theirs.dtype:
+                wrong.append((autocast, mix, ours.dtype, theirs.dtype))
+            assert ours.dtype == (torch.float64 if mix[0] == torch.float64 else autocast)
+            ours.sum().backward()
+            assert [x.grad.dtype for x in inputs] == list(mix)
+    return wrong
+
+
+def test_autocast_gives_the_dtypes_of_torchs_attention(worlds):
+    assert worlds(2).run(autocast_dtypes) == [[], []]
+
+
+def without_gradients(mesh):
+    layout = ringcp.HeadTail(13, mesh.size())
+    inputs, whole = local_inputs(mesh, layout, torch.float64)
+    expected, _ = reference_attention(*whole, mask=ringcp.Causal())
+    expected = layout.shard(expected, mesh.get_local_rank(), 2)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            out = ringcp.attention(*inputs, mesh=mesh, mask=ringcp.Causal(), layout=layout)
+        assert not out.requires_grad
+        assert out.is_inference() == (mode is torch.inference_mode)
+        assert_close(out, expected)
+
+
+def test_inference_mode_and_no_grad(worlds):
+    worlds(2).run(without_gradients)
+
+
+@quiet
+def check_op(mesh):
+    group_name = mesh.get_group().group_name
+    for length, dims in ((13, (8, 8)), (1, (8, 4))):
+        q = torch.randn(2, 4, length, dims[0], requires_grad=True)
+        k = torch.randn(2, 2, length, dims[0], requires_grad=True)
+        v = torch.randn(2, length, 2, dims[1]).transpose(1, 2).requires_grad_()
+        args = (q, k, v, ringcp.HeadTail(length, 1).spec, ringcp.Causal().spec, group_name)
+        args += ("auto", "auto", None, None, "auto", None, True, True, "")
+        # Numbers of a symbolic trace are those of a call that has been counted: the call number in `facts` differs.
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(torch.ops.ringcp.attention.default, args, test_utils=tests)
+        out, lse, facts = torch.ops.ringcp.attention(*(x.detach() if x is q or x is k or x is v else x for x in args))
+        upstream = (torch.randn_like(out), torch.randn_like(lse))
+        tensors = (q.detach(), k.detach(), v.detach(), out, lse, *args[3:5], facts)
+        torch.library.opcheck(
+            torch.ops.ringcp.attention_backward.default, (*upstream, *tensors, group_name, None, None), test_utils=tests
+        )
+
+
+def test_opcheck(worlds):
+    worlds(1).run(check_op)
+
+
+def strides(mesh):
+    """What the fake promises holds: (B, S, H, D) in memory, whatever the inputs' strides are."""
+    layout = ringcp.HeadTail(13, mesh.size())
+    inputs, _ = local_inputs(mesh, layout)
+    for change in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.expand_as(x)):
+        out = ringcp.attention(*map(change, inputs), mesh=mesh, layout=layout)
+        assert out.transpose(1, 2).is_contiguous()
+
+
+def test_strides_do_not_depend_on_the_inputs(worlds):
+    worlds(2).run(strides)

@@ -1,0 +1,203 @@
+"""`ringcp.testing.in_process`: the real executor with all ranks in one process, and what it says when it is stuck."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import (
+    HEADS,
+    INPUTS,
+    LAYOUTS,
+    MASKS,
+    STRIDES,
+    UPSTREAMS,
+    Case,
+    Tensors,
+    assert_none,
+    differences,
+    differentiated,
+    expected,
+    restride,
+    whole,
+)
+from torch import Tensor
+
+import ringcp
+from ringcp.executor import Job, drive, drive_all, forward
+from ringcp.kernels.registry import KERNELS
+from ringcp.layout import layout_named
+from ringcp.lower import lower
+from ringcp.merge import accumulator_dtype
+from ringcp.schedule import build
+from ringcp.testing import in_process
+from ringcp.topology import ring
+from ringcp.transport import InProcess
+
+# Small tensors are no work for more threads, and bits are compared with those of ranks, which have one.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def results(case: Case, world_size: int, tensors: Tensors) -> dict[str, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> object:
+        options = {"mask": MASKS[case.mask], "layout": case.layout, "kernel": case.kernel}
+        return in_process(q, k, v, world_size=world_size, return_lse=return_lse, **options)
+
+    return differentiated(case, tensors, attend)
+
+
+def cases(world_size: int) -> Iterator[Case]:
+    lengths = (1, world_size + 1, 33, 4 * world_size + 5)
+    kinds = itertools.cycle(itertools.product(UPSTREAMS, ("auto", "reference"), HEADS, INPUTS, STRIDES))
+    step = 7  # coprime to the number of kinds: neighbours differ in most things
+    drawn = itertools.islice(kinds, 0, None, step)
+    for layout, mask, seq_len in itertools.product(LAYOUTS, MASKS, lengths):
+        upstream, kernel, heads, inputs, strides = next(drawn)
+        yield Case(seq_len, mask, layout, heads, inputs, strides, upstream, kernel)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.report("1.9")
+def test_exact(world_size):
+    found = []
+    for case in cases(world_size):
+        tensors = whole(case, world_size)
+        given = Tensors(*(restride(x, case.strides) for x in tensors))
+        found += differences(f"{case}", results(case, world_size, given), expected(case, tensors))
+    assert_none([found])
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window_3", "two_sided"])
+@pytest.mark.report("1.15")
+def test_gradcheck(mask, kernel):
+    generator = torch.Generator().manual_seed(0)
+    for layout, world_size in itertools.product(LAYOUTS, (2, 3)):
+        q, k, v = (
+            torch.randn(1, heads, 5, dim, generator=generator, dtype=torch.float64, requires_grad=True)
+            for heads, dim in ((2, 3), (1, 3), (1, 2))
+        )
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, world_size=world_size, layout=layout) -> object:
+            options = {"mask": MASKS[mask], "layout": layout, "kernel": kernel, "scale": 0.7}
+            return in_process(q, k, v, world_size=world_size, return_lse=True, **options)
+
+        whole_jacobian = (layout, world_size, kernel) == ("head_tail", 3, "auto")
+        assert torch.autograd.gradcheck(attend, (q, k, v), rtol=1e-5, atol=1e-7, fast_mode=not whole_jacobian)
+
+
+def cast(case: Case, world_size: int, dtype: torch.dtype) -> Tensors:
+    """The case's tensors in a dtype, the gradient of the lse in the accumulator's."""
+    tensors = whole(case, world_size, dtype)
+    return tensors._replace(dlse=tensors.dlse.to(accumulator_dtype(dtype)))
+
+
+def gathered(mesh, jobs):
+    """out, lse, dq, dk, dv of each job over gloo, in the order of the sequence."""
+    rank, world_size = mesh.get_local_rank(), mesh.size()
+    found = []
+    for case, dtype in jobs:
+        layout = layout_named(case.layout, case.seq_len, world_size)
+        tensors = cast(case, world_size, dtype)
+        local = Tensors(*(layout.shard(x, rank, 2) for x in tensors))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, mask=MASKS[case.mask], layout=layout) -> object:
+            return ringcp.attention(q, k, v, mesh=mesh, mask=mask, layout=layout, return_lse=return_lse)
+
+        got = differentiated(case, local, attend)
+        found.append({name: ringcp.unshard(x, mesh, dim=2, layout=layout) for name, x in got.items()})
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_same_bits_as_over_gloo(worlds, world_size):
+    jobs = [
+        (Case(seq_len, mask, layout), dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+        for layout, mask in itertools.product(LAYOUTS, ("full", "causal", "window_8"))
+        for seq_len in (33, 130)
+    ]
+    over_gloo = worlds(world_size).run(gathered, jobs)
+    for (case, dtype), *by_rank in zip(jobs, *over_gloo, strict=True):
+        here = results(case, world_size, cast(case, world_size, dtype))
+        for got in by_rank:
+            assert got.keys() == here.keys()
+            for name, x in got.items():
+                assert torch.equal(x, here[name]), (case, dtype, name)
+
+
+def test_without_lse_and_without_gradients():
+    q, k, v = whole(Case(13), 1)[:3]
+    out = in_process(q, k, v, world_size=3)
+    assert isinstance(out, Tensor)
+    assert not out.requires_grad
+    assert torch.equal(out, in_process(q, k, v, world_size=3, return_lse=True)[0])
+
+
+def test_double_backward_is_refused():
+    """Also where the penalty on a gradient is one term of many, and would be dropped without a word."""
+    q, k, v = (x.requires_grad_() for x in whole(Case(13), 1)[:3])
+    with pytest.raises(ringcp.UnsupportedError, match="double backward"):  # noqa: PT012
+        (dq,) = torch.autograd.grad(in_process(q, k, v, world_size=2).sum(), q, create_graph=True)
+        (dq.square().sum() + q.sum()).backward()
+
+
+def test_errors():
+    q, k, v = whole(Case(13), 1)[:3]
+    with pytest.raises(ringcp.UnsupportedError, match=r"^mode: expected 'ring' or 'auto', got 'spiral'"):
+        in_process(q, k, v, world_size=2, mode="spiral")
+    for layout in (ringcp.HeadTail(12, 2), ringcp.HeadTail(13, 3)):
+        with pytest.raises(ringcp.LayoutError, match=r"expected one for 13 tokens on 2 ranks, got HeadTail\(1"):
+            in_process(q, k, v, world_size=2, layout=layout)
+    with pytest.raises(ringcp.UnsupportedError, match="kernel='lightning'"):
+        in_process(q, k, v, world_size=2, kernel="lightning")
+
+
+def job(rank: int, world_size: int, transport: InProcess, mask=None) -> Job:
+    layout = ringcp.Contiguous(12, world_size)
+    plan = lower(build(layout, mask or ringcp.Full(), ring(world_size), rank), KERNELS["reference"].caps)
+    return Job(plan, KERNELS["reference"], 1.0, transport.endpoint(rank), 7)
+
+
+def block(world_size: int) -> list[Tensor]:
+    return [torch.ones(1, 1, 12 // world_size, 4)] * 3
+
+
+def test_drive_all_says_who_waits_where():
+    transport = InProcess()
+    with pytest.raises(RuntimeError, match=r"no rank can go on.*\{0: 'call 7, forward step 0', 1: '.*step 0'\}"):
+        drive_all([forward(job(rank, 3, transport), *block(3)) for rank in (0, 1)])
+
+
+def test_one_rank_alone_cannot_be_waited_for():
+    with pytest.raises(RuntimeError, match=r"rank 1, call 7, forward step 0: .* use drive_all"):
+        drive(forward(job(1, 2, InProcess()), *block(2)))
+
+
+def test_nothing_stays_in_the_mail():
+    transport = InProcess()
+    drive_all([forward(job(rank, 4, transport, ringcp.Window(3)), *block(4)) for rank in range(4)])
+    assert transport._boxes
+    assert not any(transport._boxes.values())
+
+
+def test_a_transfer_that_brings_nothing_shows_in_poisoned_buffers():
+    """What NaN in fresh buffers is for: a receive that never fills its buffer reaches the output."""
+
+    def out_of_both(lossy: bool) -> Tensor:
+        transport = InProcess()
+        runs = [forward(job(rank, 2, transport), *block(2)) for rank in range(2)]
+        pendings = [next(run) for run in runs]  # both have posted, and computed their own blocks
+        if lossy:
+            for pending in pendings:
+                pending._recvs = [p._replace(tensor=torch.empty_like(p.tensor)) for p in pending._recvs]
+        while not all(done := [pending.ready() for pending in pendings]):  # a list: each is asked each time
+            assert len(done) == 2
+        return torch.stack([out for out, _ in drive_all(runs)])
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not out_of_both(lossy=False).isnan().any()
+        assert out_of_both(lossy=True).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)

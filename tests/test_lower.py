@@ -1,0 +1,307 @@
+"""Lowering: calls that compute exactly the tiles, each in a form that the kernel takes, for all caps."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_checks import any_call, disjoint, pairs_of
+
+import ringcp
+from ringcp import Causal, Contiguous, Full, HeadTail, Striped, Window, lower
+from ringcp.band import Band, trim
+from ringcp.layout import Span
+from ringcp.lower import Call, Caps, Form, Region
+from ringcp.schedule import Heads, Schedule, Step, Tile, build
+from ringcp.topology import ring
+
+CAUSAL = ["square", "top_left", "bottom_right", "none"]
+ALL_CAPS = [Caps(causal, band) for causal, band in product(CAUSAL, ["any", "mask", "none"])]
+every_caps = pytest.mark.parametrize("caps", ALL_CAPS, ids=lambda c: f"{c.causal}-{c.band}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_strips():
+    """Strips of a few rows, so that small cases have many of them, with edges and middles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower, "_STRIP_ROWS", 3)
+        patch.setattr(lower, "_MASKED_KEYS", 8)
+        yield
+    lower.lower.cache_clear()
+
+
+def lowered(schedule, caps):
+    return lower.lower.__wrapped__(schedule, caps)
+
+
+def pairs_of_call(call: Call) -> np.ndarray:
+    """The rectangle of a call written out: bool (m, n)."""
+    m, n = call.q[1] - call.q[0], call.k[1] - call.k[0]
+    ahead = np.arange(m)[:, None] - np.arange(n)[None, :]
+    lo, hi = call.form
+    return (ahead >= (-n if lo is None else lo)) & (ahead <= (m if hi is None else hi))
+
+
+def takes(caps: Caps, call: Call) -> bool:
+    """Whether a kernel with these caps can run the call."""
+    m, n = call.q[1] - call.q[0], call.k[1] - call.k[0]
+    lo, hi = call.form
+    if call.form == Form() or caps.band != "none":
+        return True
+    aligned = {"square": m == n and lo == 0, "top_left": lo == 0, "bottom_right": lo == m - n, "none": False}
+    return hi is None and aligned[caps.causal]
+
+
+def check_calls(steps, calls_of, shape, caps):
+    """Tiles and calls have the same pairs, each once; no dead row or key in a call; forms that the kernel takes."""
+    for step, calls in zip(steps, calls_of, strict=True):
+        tiled, called = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)
+        for tile in step.tiles:
+            tiled[place(tile)][..., slice(*tile.band.q), slice(*tile.band.k)] += pairs_of(tile.band)
+        for call in calls:
+            pairs = pairs_of_call(call)
+            assert pairs.any(1).all(), f"dead row in {call}"
+            assert pairs.any(0).all(), f"dead key in {call}"
+            assert (call.form == Form()) == pairs.all()
+            assert takes(caps, call), f"{call} for {caps}"
+            called[place(call)][..., slice(*call.q), slice(*call.k)] += pairs
+        assert tiled.max(initial=0) <= 1
+        assert np.array_equal(tiled, called)
+
+
+def place(x):
+    """Batch rows, query heads and KV heads of a tile or call, as slices."""
+    return tuple(slice(None) if r is None else slice(*r) for r in (x.batch, x.q_heads, x.kv_heads))
+
+
+def check_fresh(one_way, num_rows):
+    """A fresh call writes rows that nobody wrote; any other finds them written, or started with zeros."""
+    started = np.zeros((3, 2, num_rows), dtype=bool)  # batch row, query head, row
+    for region in one_way.unstarted:
+        part = tuple(slice(*r) for r in region)
+        assert not started[part].any()
+        started[part] = True
+    written = np.zeros_like(started)
+    for step in one_way.steps:
+        for call in step.calls:
+            part = (*place(call)[:2], slice(*call.q))
+            if call.fresh:
+                assert not written[part].any()
+                assert not started[part].any()
+            else:
+                assert (written | started)[part].all()
+            written[part] = True
+    assert (written | started).all(), "rows without work start as zeros"
+
+
+def check_plan(plan, shape, caps):
+    """Both ways: calls, first writes, and the transfers and blocks of the schedule."""
+    schedule = plan.schedule
+    for steps, one_way in ((schedule.forward, plan.forward), (schedule.backward, plan.backward)):
+        check_calls(steps, [step.calls for step in one_way.steps], shape, caps)
+        check_fresh(one_way, schedule.num_rows)
+        assert [(s.source, s.source == schedule.rank, s.num_rows, s.sends, s.recvs) for s in steps] == [
+            (p.source, p.own, p.num_rows, p.sends, p.recvs) for p in one_way.steps
+        ]
+
+
+NUM_ROWS, NUM_KEYS = 14, 17
+
+
+@st.composite
+def one_step(draw) -> tuple[Tile, ...]:
+    """Random disjoint tiles, for all batch rows and heads or for some of them."""
+    ends_q, ends_k = st.integers(0, NUM_ROWS), st.integers(0, NUM_KEYS)
+    bands = []
+    for _ in range(draw(st.integers(0, 4))):
+        q, k = (tuple(sorted(draw(st.tuples(ends, ends)))) for ends in (ends_q, ends_k))
+        lo = draw(st.one_of(st.just(-NUM_KEYS), st.integers(-NUM_KEYS, NUM_ROWS)))
+        hi = draw(st.one_of(st.just(NUM_ROWS), st.integers(lo, lo + 12)))
+        bands.append(trim(q, k, lo, hi))
+    tiles = [Tile(band) for band in disjoint([b for b in bands if b is not None])]
+    if draw(st.booleans()):
+        return tuple(tiles)
+    somewhere = st.tuples(*(st.sampled_from([None, (0, 1), (1, 2)]) for _ in range(3)))
+    return tuple(tile._replace(batch=b, q_heads=q, kv_heads=k) for tile in tiles for b, q, k in [draw(somewhere)])
+
+
+def schedule_of(steps: list[tuple[Tile, ...]]) -> Schedule:
+    made = tuple(Step(i, ((0, NUM_KEYS),), tiles) for i, tiles in enumerate(steps))
+    return Schedule("local", 0, 1, NUM_ROWS, made, made)
+
+
+@every_caps
+@given(st.lists(one_step(), min_size=1, max_size=3).map(schedule_of))
+@settings(max_examples=60)
+def test_calls_are_exactly_the_tiles(caps, schedule):
+    try:
+        plan = lowered(schedule, caps)
+    except ringcp.UnsupportedError:
+        assert caps.band == "none"
+        bands = [tile.band for step in schedule.forward for tile in step.tiles]
+        assert any(b.cuts_high or (b.cuts_low and caps.causal == "none") for b in bands)
+        return
+    check_plan(plan, (3, 2, 2, NUM_ROWS, NUM_KEYS), caps)
+
+
+@given(any_call(max_world=7, max_len=40), st.sampled_from([c for c in ALL_CAPS if c.band != "none"]), st.data())
+@settings(max_examples=150)
+def test_calls_of_built_schedules(call, caps, data):
+    layout, mask, topology = call
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    schedule = build(layout, mask, topology, rank, data.draw(st.sampled_from([None, Heads(2, 2), Heads(2, 1)])))
+    plan = lowered(schedule, caps)
+    widest = max(step.num_rows for step in schedule.forward)
+    check_plan(plan, (3, 2, 2, schedule.num_rows, widest), caps)
+
+
+@pytest.mark.parametrize("causal", ["square", "top_left", "bottom_right"])
+@given(
+    st.sampled_from([Contiguous, HeadTail, Striped]),
+    st.integers(0, 60),
+    st.integers(1, 9),
+    st.sampled_from([Full(), Causal(), Causal() & Full()]),
+)
+@settings(max_examples=60)
+def test_masks_without_bands_need_no_kernel_with_bands(causal, make, seq_len, world_size, mask):
+    assert not mask.needs_band
+    for rank in range(world_size):
+        lowered(build(make(seq_len, world_size), mask, ring(world_size), rank), Caps(causal, "none"))
+
+
+def calls_by_step(layout, mask, rank, caps):
+    schedule = build(layout, mask, ring(layout.world_size), rank)
+    return [
+        (step.source, [(c.q, c.k, c.form, c.fresh) for c in step.calls])
+        for step in lowered(schedule, caps).forward.steps
+    ]
+
+
+@pytest.mark.parametrize("causal", ["square", "top_left", "bottom_right"])
+def test_a_causal_head_tail_ring_is_one_call_a_step(causal):
+    """The own block is one causal call; an earlier one all rows by its first half; a later one half by all."""
+    steps = calls_by_step(HeadTail(64, 4), Causal(), 1, Caps(causal, "none"))
+    assert steps == [
+        (1, [((0, 16), (0, 16), Form(lo=0), True)]),
+        (0, [((0, 16), (0, 8), Form(), False)]),
+        (3, [((8, 16), (0, 16), Form(), False)]),
+        (2, [((8, 16), (0, 16), Form(), False)]),
+    ]
+
+
+@pytest.mark.parametrize("causal", ["square", "top_left", "bottom_right"])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_a_causal_head_tail_ring_is_one_call_a_step_at_any_length(causal, world_size):
+    for seq_len in range(2 * world_size, 6 * world_size):
+        for rank in range(world_size):
+            for source, calls in calls_by_step(HeadTail(seq_len, world_size), Causal(), rank, Caps(causal, "none")):
+                assert len(calls) == 1
+                assert calls[0][2] == (Form(lo=0) if source == rank else Form())
+
+
+@pytest.mark.parametrize(
+    "causal, expected",
+    [
+        ("square", [((2, 10), (0, 3), Form()), ((2, 6), (3, 7), Form(lo=0)), ((6, 10), (3, 7), Form())]),
+        ("top_left", [((2, 10), (0, 3), Form()), ((2, 10), (3, 7), Form(lo=0))]),
+        ("bottom_right", [((2, 6), (0, 7), Form(lo=-3)), ((6, 10), (0, 7), Form())]),
+    ],
+)
+def test_an_edge_that_is_not_aligned_is_cut_into_full_parts_and_an_aligned_one(causal, expected):
+    """Row i sees keys up to i + 1: row 2 sees 4 of 7, row 5 is the first to see all."""
+    tile = Tile(trim((2, 10), (0, 7), -1, 99))
+    (step,) = lowered(schedule_of([(tile,)]), Caps(causal, "none")).forward.steps
+    assert [call[:3] for call in step.calls] == expected
+
+
+@every_caps
+def test_a_window_is_taken_as_the_kernel_takes_it(caps):
+    """In one call, or in strips: a wide strip is a full middle and two masked edges."""
+    layout, mask = Contiguous(30, 1), Window(15)
+    if caps.band == "none":
+        with pytest.raises(ringcp.UnsupportedError):
+            calls_by_step(layout, mask, 0, caps)
+        return
+    ((_, calls),) = calls_by_step(layout, mask, 0, caps)
+    if caps.band == "any":
+        assert calls == [((0, 30), (0, 30), Form(lo=0, hi=15), True)]
+        return
+    assert [c[0] for c in calls if c[3]] == [(i, i + 3) for i in range(0, 30, 3)]
+    assert [c for c in calls if 24 <= c[0][0] < 27] == [
+        ((24, 27), (11, 25), Form(), True),
+        ((24, 26), (9, 11), Form(hi=0), False),
+        ((25, 27), (25, 27), Form(lo=0), False),
+    ]
+
+
+def test_strips_waste_little():
+    """The rectangles of a window under masks stay near the window, whatever the length."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower, "_STRIP_ROWS", 256)
+        patch.setattr(lower, "_MASKED_KEYS", 8 * 256)
+        schedule = build(Contiguous(65536, 1), Window(4095), ring(1), 0)
+        (step,) = lowered(schedule, Caps("square", "mask")).forward.steps
+    area = sum((c.q[1] - c.q[0]) * (c.k[1] - c.k[0]) for c in step.calls)
+    assert area < 1.1 * 4096 * 65536
+    assert len(step.calls) <= 3 * 65536 // 256
+
+
+def test_one_token_documents_do_not_ask_for_a_window():
+    """Full tiles along a diagonal would join into a band; a kernel without bands gets them one by one."""
+    tiles = tuple(Tile(Band((i, i + 1), (i, i + 1), 0, 0)) for i in range(5))
+    for causal in CAUSAL:
+        (step,) = lowered(schedule_of([tiles]), Caps(causal, "none")).forward.steps
+        assert [call.q for call in step.calls] == [(i, i + 1) for i in range(5)]
+    (step,) = lowered(schedule_of([tiles]), Caps("square", "any")).forward.steps
+    assert [call.form for call in step.calls] == [Form(lo=0, hi=0)]
+
+
+def test_tiles_of_different_batch_rows_and_heads_stay_apart():
+    halves = [Band((0, 2), (0, 4), -3, 1), Band((2, 4), (0, 4), -1, 3)]
+    tiles = [Tile(b, batch=(1, 2)) for b in halves] + [Tile(b, q_heads=(0, 2), kv_heads=(0, 1)) for b in halves]
+    one_way = lowered(schedule_of([tuple(tiles)]), ALL_CAPS[0]).forward
+    assert one_way.steps[0].calls == (
+        ((0, 4), (0, 4), Form(), (1, 2), None, None, True),
+        ((0, 4), (0, 4), Form(), None, (0, 2), (0, 1), False),  # batch row 1 has been written
+    )
+    assert Region((0, 1), (0, 2), (0, 4)) in one_way.unstarted
+
+
+def test_rows_without_work_and_half_written_rows_have_to_start_as_zeros():
+    first, wider, rest = Band((0, 4), (0, 2), -1, 3), Band((2, 8), (2, 4), -1, 5), Band((8, 10), (0, 1), 8, 9)
+    one_way = lowered(schedule_of([(Tile(first),), (Tile(wider), Tile(rest))]), ALL_CAPS[0]).forward
+    assert [call.fresh for step in one_way.steps for call in step.calls] == [True, False, True]
+    assert sorted(region.rows for region in one_way.unstarted) == [(4, 8), (10, NUM_ROWS)]
+
+
+def test_backward_does_half_the_heads_of_the_own_block_last():
+    """So that the way home of the last gradients is hidden too."""
+    schedule = build(HeadTail(64, 4), Causal(), ring(4), 1, Heads(8, 2))
+    plan = lowered(schedule, Caps("square", "none"))
+    own = [(step.own, [call[3:6] for call in step.calls]) for step in plan.backward.steps]
+    everything = (None, None, None)
+    assert own == [
+        (True, [(None, (0, 4), (0, 1))]),
+        *[(False, [everything])] * 3,
+        (True, [(None, (4, 8), (1, 2))]),
+    ]
+    assert [call.fresh for call in plan.backward.steps[0].calls] == [True]
+    assert [[call[3:6] for call in step.calls] for step in plan.forward.steps] == [[everything]] * 4
+
+
+def test_what_a_kernel_cannot_take_is_named():
+    for caps, mask, wanted in (
+        (Caps("square", "none"), Window(2), "windows"),
+        (Caps("none", "none"), Causal(), "causal masks"),
+    ):
+        with pytest.raises(NotImplementedError) as caught:
+            calls_by_step(Contiguous(6, 1), mask, 0, caps)
+        assert isinstance(caught.value, ringcp.UnsupportedError)
+        (band,) = mask.pieces(Span(0, 6), Span(0, 6))
+        assert str(caught.value) == f"kernel: expected one that takes {wanted}, got caps {caps!r} for {band}"
+
+
+def test_plans_are_made_once():
+    schedule = build(HeadTail(40, 4), Causal(), ring(4), 1)
+    assert lower.lower(schedule, ALL_CAPS[0]) is lower.lower(schedule, ALL_CAPS[0])

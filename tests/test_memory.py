@@ -1,0 +1,165 @@
+"""Memory of the executor: what one rank allocates beside inputs and results, against the formula in its docstring.
+
+No tracker sees inside a registered op, so the executor runs here without one: one rank at a time, over a transport on
+which every message has come at once.
+"""
+
+import gc
+import itertools
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ringcp
+from ringcp.executor import Job, backward, drive, forward
+from ringcp.kernels.registry import KERNELS
+from ringcp.lower import lower
+from ringcp.merge import accumulator_dtype
+from ringcp.schedule import Heads, build
+from ringcp.topology import ring
+from ringcp.transport import Parcel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, BATCH, Q_HEADS, KV_HEADS, DIM, VALUE_DIM = 64, 2, 4, 2, 8, 8
+ROW = BATCH * KV_HEADS * (DIM + VALUE_DIM)  # R of the docstring: elements of one row of keys and values
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the tensors made in the body that are alive: now, and at most. `only`: of these ops alone."""
+
+    def __init__(self, *only: str) -> None:
+        super().__init__()
+        self._only = only
+        self._known: set[int] = set()
+        self.made = self.alive = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {self._key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        if not self._only or func._schema.name.removeprefix("aten::") in self._only:
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor) and self._key(x) not in before | self._known:
+                    self._count(x)
+        return result
+
+    @staticmethod
+    def _key(x: Tensor) -> int:
+        return x.untyped_storage()._cdata
+
+    def _count(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.made += 1
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+
+class AtOnce:
+    """A transport on which every message is there when it is asked for: zeros. It keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.received: set[int] = set()
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str):
+        for parcel in recvs:
+            parcel.tensor.zero_()
+            if parcel.what == "keys and values":
+                self.received.add(parcel.tensor.untyped_storage().data_ptr())
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def job(world_size: int, mask: ringcp.Mask, layout=ringcp.Contiguous, rank: int | None = None) -> Job:
+    kernel = KERNELS["reference"]
+    rank = world_size - 1 if rank is None else rank
+    heads = Heads(Q_HEADS, KV_HEADS)
+    plan = lower(build(layout(ROWS * world_size, world_size), mask, ring(world_size), rank, heads), kernel.caps)
+    return Job(plan, kernel, DIM**-0.5, AtOnce(), 1)
+
+
+def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(
+        torch.ones(BATCH, heads, ROWS, dim, dtype=dtype)
+        for heads, dim in ((Q_HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))
+    )
+
+
+def allocated(run_job: Job, direction: str, dtype: torch.dtype, *only: str) -> Allocations:
+    q, k, v = tensors(dtype)
+    out, lse = torch.ones_like(q), torch.ones(q.shape[:3], dtype=accumulator_dtype(dtype))
+    gc.collect()
+    with Allocations(*only) as seen:
+        if direction == "forward":
+            drive(forward(run_job, q, k, v))
+        else:
+            drive(backward(run_job, out, None, q, k, v, out, lse))
+    return seen
+
+
+def test_the_measure_counts():
+    """A tensor, a view and a tensor that has gone, by hand."""
+    with Allocations() as every, Allocations("new_empty") as fresh:
+        x = torch.ones(8)
+        y = x.new_empty(100)
+        z = y[:50].view(25, 2)
+        z.zero_()
+        assert (every.alive, fresh.alive) == (432, 400)
+        del y
+        assert fresh.alive == 400, "a view keeps the memory"
+        del z
+        assert (every.alive, fresh.alive) == (32, 0)
+    assert (every.peak, fresh.peak) == (432, 400)
+    assert (every.made, fresh.made) == (2, 1)
+
+
+@pytest.mark.parametrize("mask", [ringcp.Full(), ringcp.Causal()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_two_receive_buffers_whatever_the_number_of_ranks(mask, dtype):
+    """The formula to the byte, but for out and lse: those are the first call's own results here."""
+    size, acc = dtype.itemsize, accumulator_dtype(dtype).itemsize
+    buffers, dq = ROWS * ROW, BATCH * Q_HEADS * ROWS * DIM
+    formulas = {"forward": 2 * buffers * size, "backward": 2 * buffers * size + (3 * buffers + dq) * acc}
+    for world_size, (direction, formula) in itertools.product((2, 4, 8), formulas.items()):
+        run = job(world_size, mask, ringcp.HeadTail, rank=1)
+        seen = allocated(run, direction, dtype, "new_empty")
+        assert seen.made > 0
+        assert seen.peak == formula, (world_size, direction, seen.peak / formula)
+        assert len(run.transport.received) == min(2, world_size - 1)
+
+
+def test_a_rank_alone_has_no_buffers():
+    assert allocated(job(1, ringcp.Full()), "forward", torch.float32, "new_empty").peak == 0
+    assert allocated(job(1, ringcp.Full()), "backward", torch.float32, "new_empty").peak == 0
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_all_memory_of_a_rank_is_the_same_for_any_number_of_ranks(direction):
+    """Everything that is alive at once: the kernels' temporaries and results as well."""
+    peaks = [allocated(job(p, ringcp.Full()), direction, torch.float32).peak for p in (3, 4, 8, 16)]
+    assert peaks[0] > 4 * ROWS * ROW * 4
+    assert set(peaks) == {peaks[0]}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_window_has_buffers_for_the_rows_that_come(direction):
+    """A direct plan over one border: 7 rows come and 7 go, in one buffer each, whatever the number of ranks."""
+    for world_size in (4, 8, 16):
+        run = job(world_size, ringcp.Window(7), rank=2)
+        seen = allocated(run, direction, torch.float32, "new_empty")
+        passing, own = 2 * 7 * ROW, ROWS * ROW + BATCH * Q_HEADS * ROWS * DIM
+        assert seen.peak == 4 * (passing if direction == "forward" else 2 * passing + own)
+        assert len(run.transport.received) == 1
