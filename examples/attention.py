@@ -1,4 +1,7 @@
-"""Attention over a sequence that two ranks share. Run: torchrun --standalone --nproc-per-node=2 examples/attention.py"""
+"""Attention over a sequence that two ranks share.
+
+Run: torchrun --standalone --nproc-per-node=2 examples/attention.py
+"""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.errors import UnsupportedError
+from ringcp.errors import ArgumentError, RingcpError, UnsupportedError
 from ringcp.groups import group_of
 from ringcp.layout import LAYOUT_NAMES, Layout, unsized_spec
 from ringcp.mask import Full, Mask
@@ -71,16 +73,10 @@ def attention(
         AgreementError: the ranks called with different arguments; raised on every rank, and nothing was sent.
         PeerError: a peer died or did not come within `timeout`. The group is unusable afterwards, and says so.
     """
-    if torch._C._are_functorch_transforms_active():
-        raise UnsupportedError(
-            "torch.func: ringcp.attention expected torch.autograd alone, got a call under vmap, grad, vjp or jvp; "
-            "use torch.autograd.grad or backward, and pass the batch in dim 0"
-        )
     group_name = group_of(mesh).group_name
-    refused = _refusal(mask, layout, seq_len, mode, scale, kernel, agree, timeout)
-    if refused:  # the op votes before it raises, so that no peer waits for this rank
-        mask, layout, seq_len, mode = None, "auto", None, "auto"
-        scale, kernel, agree, timeout = None, "auto", None, None
+    refusal = _refusal(q, k, v, mask, layout, seq_len, mode, scale, kernel, agree, timeout)
+    if refusal is not None:
+        _vote_against(group_name, refusal)
     q, k, v = _as_sdpa_casts(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out, lse, _ = attention_op(
@@ -98,12 +94,43 @@ def attention(
         timeout.total_seconds() if isinstance(timeout, timedelta) else timeout,
         needs_grad,
         needs_grad and return_lse,
-        refused,
+        "",
     )
     return (out, lse) if return_lse else out
 
 
 def _refusal(
+    q: object,
+    k: object,
+    v: object,
+    mask: object,
+    layout: object,
+    seq_len: object,
+    mode: object,
+    scale: object,
+    kernel: object,
+    agree: object,
+    timeout: object,
+) -> RingcpError | None:
+    """What the op cannot even take, or would not see."""
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(value, Tensor):
+            return ArgumentError(f"{name}: expected a tensor, got {value!r}; pass the local shard")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+            return UnsupportedError(
+                f"forward mode: ringcp.attention expected tensors without tangents, got a dual tensor as {name}; "
+                "use torch.autograd.grad or backward"
+            )
+    if torch._C._are_functorch_transforms_active():
+        return UnsupportedError(
+            "torch.func: ringcp.attention expected torch.autograd alone, got a call under vmap, grad, vjp or jvp; "
+            "use torch.autograd.grad or backward, and pass the batch in dim 0"
+        )
+    wrong = _wrong_option(mask, layout, seq_len, mode, scale, kernel, agree, timeout)
+    return ArgumentError(wrong) if wrong else None
+
+
+def _wrong_option(
     mask: object,
     layout: object,
     seq_len: object,
@@ -113,22 +140,40 @@ def _refusal(
     agree: object,
     timeout: object,
 ) -> str:
-    """What is wrong with arguments that the op cannot even take; empty if nothing is."""
     if mask is not None and not isinstance(mask, Mask):
-        return f"mask: expected a ringcp mask or None, got {mask!r}; build one, such as ringcp.Causal()"
-    if not isinstance(layout, Layout) and layout not in LAYOUT_NAMES:
+        return f"mask: expected a ringcp mask or None, got {_shown(mask)}; build one, such as ringcp.Causal()"
+    if not isinstance(layout, Layout) and not (isinstance(layout, str) and layout in LAYOUT_NAMES):
         names = ", ".join(LAYOUT_NAMES)
-        return f"layout: expected a ringcp layout or one of {names}, got {layout!r}; choose one of these"
+        return f"layout: expected a ringcp layout or one of {names}, got {_shown(layout)}; choose one of these"
     if seq_len is not None and not isinstance(seq_len, (int, torch.SymInt)):
         return f"seq_len: expected an integer or None, got {seq_len!r}; give the length of the whole sequence"
     if scale is not None and not isinstance(scale, (int, float, torch.SymFloat)):
         return f"scale: expected a number or None, got {scale!r}; None is head_dim ** -0.5"
-    if timeout is not None and not isinstance(timeout, (int, float, timedelta)):
-        return f"timeout: expected seconds, a timedelta or None, got {timeout!r}; give seconds"
+    if timeout is not None:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+            return f"timeout: expected seconds above 0, a timedelta or None, got {timeout!r}; give seconds"
     for name, value in (("mode", mode), ("kernel", kernel), ("agree", "" if agree is None else agree)):
         if not isinstance(value, str):
             return f"{name}: expected a word, got {value!r}; see the docstring of ringcp.attention"
     return ""
+
+
+def _vote_against(group_name: str, refusal: RingcpError) -> NoReturn:
+    """Raise `refusal` after the vote, so that no peer waits for this rank."""
+    nothing, spec = torch.empty(0), unsized_spec("auto")
+    with torch._C._DisableFuncTorch():
+        try:
+            options = ("auto", "auto", None, None, "auto", None, False, False, str(refusal))
+            attention_op(nothing, nothing, nothing, spec, _FULL.spec, group_name, *options)
+        except ArgumentError as voted:
+            raise refusal from voted.__cause__
+    raise AssertionError("the op raises what it is told to refuse")
+
+
+def _shown(value: object) -> str:
+    """The value in one line: of a tensor, its shape and dtype."""
+    return f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)
 
 
 def _as_sdpa_casts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

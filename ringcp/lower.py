@@ -191,8 +191,11 @@ def _causal(band: Band, caps: Caps) -> Iterator[Band]:
 
 def _masked_strips(band: Band) -> Iterator[Band]:
     """Any band as strips of rows, each a rectangle under a mask, or an edge, a full middle and an edge."""
-    for start in range(band.q[0], band.q[1], _STRIP_ROWS):
-        strip = crop(band, (start, min(start + _STRIP_ROWS, band.q[1])), band.k)
+    # Even strips: a leftover of a few rows would be slow, and its bits vary with the number of threads in fp64.
+    num_strips = -(-band.num_q // _STRIP_ROWS)
+    edges = [band.q[0] + i * band.num_q // num_strips for i in range(num_strips + 1)]
+    for rows in pairwise(edges):
+        strip = crop(band, rows, band.k)
         assert strip is not None, "a trimmed band has no dead rows"
         if strip.num_k <= _MASKED_KEYS or strip.is_full:
             yield strip

@@ -17,8 +17,7 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     ``lse' = log(exp(lse) + exp(block_lse))`` and ``out' = out + exp(block_lse - lse') (block_out - out)``
     (online softmax, Milakov and Gimelshein 2018). An lse of -inf stands for "no key so far", on either side or both.
     """
-    merged = torch.logaddexp(lse, block_lse)
-    # (-inf) - (-inf): neither side has a key, and nothing changes.
-    weight = (block_lse - merged).exp_().nan_to_num_(nan=0.0)
+    # exp(block_lse - lse') without the rounding of lse'. (-inf) - (-inf): neither side has a key, and nothing changes.
+    weight = torch.sigmoid(block_lse - lse).nan_to_num_(nan=0.0)
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
-    lse.copy_(merged)
+    torch.logaddexp(lse, block_lse, out=lse)
