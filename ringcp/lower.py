@@ -14,7 +14,10 @@ from typing import Literal, NamedTuple
 
 from ringcp.band import Band, Range, crop, merge_all
 from ringcp.errors import UnsupportedError
-from ringcp.schedule import Message, Schedule, Step, Tile
+from ringcp.layout import Layout
+from ringcp.mask import Pieces
+from ringcp.schedule import Heads, Message, Schedule, Step, Tile, build
+from ringcp.topology import Topology
 
 # Rows of one strip of a banded tile under a dense mask: long enough for kernel speed, short enough that the two
 # corners of a strip that the mask wastes stay small beside a window.
@@ -109,6 +112,11 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
+def plan(layout: Layout, mask: Pieces, topology: Topology, rank: int, heads: Heads, caps: Caps) -> Plan:
+    """The plan of one rank: its schedule, lowered. Memoised, since it is made once a batch and used once a layer."""
+    return lower(build(layout, mask, topology, rank, heads), caps)
+
+
 def lower(schedule: Schedule, caps: Caps) -> Plan:
     """The calls of a schedule for a kernel with these caps.
 

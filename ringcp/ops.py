@@ -21,10 +21,10 @@ from ringcp.groups import GroupState, state_of
 from ringcp.kernels.base import Kernel, problem_of
 from ringcp.kernels.registry import choose, kernel_at, kernel_index
 from ringcp.layout import UNSIZED, Layout, decode_layout
-from ringcp.lower import lower
+from ringcp.lower import plan
 from ringcp.mask import Mask, decode_mask
 from ringcp.merge import accumulator_dtype
-from ringcp.schedule import Heads, build
+from ringcp.schedule import Heads
 from ringcp.topology import ring
 from ringcp.transport import P2P, warm_up
 
@@ -192,12 +192,12 @@ def _job(
     k: Tensor,
 ) -> Job:
     heads = Heads(q.shape[1], k.shape[1])
-    plan = lower(build(layout, mask, _ring(state.world_size), state.rank, heads), kernel.caps)
+    steps = plan(layout, mask, _ring(state.world_size), state.rank, heads, kernel.caps)
     if q.is_cuda and not state.warm and state.world_size > 1:
         warm_up(group, q.device)
         state.warm = True
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return Job(plan, kernel, scale, P2P(group, timeout), call)
+    return Job(steps, kernel, scale, P2P(group, timeout), call)
 
 
 _ring = lru_cache(maxsize=64)(ring)

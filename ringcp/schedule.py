@@ -8,7 +8,8 @@ Two kinds of plan move keys and values:
   returns to the owner in one hop, and the owner adds them in the order of the hops.
 
 The rule: where some rank attends to every key, all blocks have to reach it and the links of a ring carry them anyway:
-ring. Otherwise (windows, documents) direct moves less: direct. A plan knows masks by their pieces only.
+ring. Otherwise (windows, documents) direct moves less: direct. Between two ranks both are wired alike, and direct still
+leaves out what the other rank does not need: direct. A plan knows masks by their pieces only.
 """
 
 from __future__ import annotations
@@ -124,7 +125,9 @@ def build(layout: Layout, mask: Pieces, topology: Topology, rank: int, heads: He
     backward: tuple[Step, ...]
     if topology.world_size == 1:
         kind, forward, backward = "local", (own,), (own,)
-    elif any(0 < need == layout.seq_len - layout.local_len(r) for r, need in enumerate(needs.num_rows)):
+    elif topology.world_size > 2 and any(
+        0 < need == layout.seq_len - layout.local_len(r) for r, need in enumerate(needs.num_rows)
+    ):
         kind = "ring"
         forward, backward = _ring(layout, mask, topology, own)
     else:

@@ -269,10 +269,10 @@ def check_traffic(case: Case) -> None:
 
 
 def expected_kind(case: Case) -> str:
-    """Ring where some rank attends to every key of the others; wide masks on strided layouts count as full."""
+    """Ring where one of three or more ranks attends to every key; wide masks on strided layouts count as full."""
     layout, ranks = case.layout, range(case.layout.world_size)
-    if len(ranks) == 1:
-        return "local"
+    if len(ranks) <= 2:
+        return "direct" if len(ranks) == 2 else "local"
     wide = case.mask.reach is None or case.mask.reach >= len(ranks)
     if layout.name == "striped" and wide:
         return "ring" if layout.seq_len else "direct"

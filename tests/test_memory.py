@@ -133,7 +133,9 @@ def test_two_receive_buffers_whatever_the_number_of_ranks(mask, dtype):
     size, acc = dtype.itemsize, accumulator_dtype(dtype).itemsize
     buffers, dq = ROWS * ROW, BATCH * Q_HEADS * ROWS * DIM
     formulas = {"forward": 2 * buffers * size, "backward": 2 * buffers * size + (3 * buffers + dq) * acc}
-    for world_size, (direction, formula) in itertools.product((2, 4, 8), formulas.items()):
+    # Two ranks send less than whole blocks under a causal mask.
+    worlds = (2, 4, 8) if mask == ringcp.Full() else (3, 4, 8)
+    for world_size, (direction, formula) in itertools.product(worlds, formulas.items()):
         run = job(world_size, mask, ringcp.HeadTail, rank=1)
         seen = allocated(run, direction, dtype, "new_empty")
         assert seen.made > 0

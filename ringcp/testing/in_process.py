@@ -13,9 +13,9 @@ from ringcp.executor import Job, Run, backward, drive_all, forward
 from ringcp.kernels.base import problem_of
 from ringcp.kernels.registry import choose
 from ringcp.layout import Layout, layout_named
-from ringcp.lower import lower
+from ringcp.lower import plan
 from ringcp.mask import Full, Mask
-from ringcp.schedule import Heads, build
+from ringcp.schedule import Heads
 from ringcp.topology import ring
 from ringcp.transport import InProcess
 
@@ -75,9 +75,9 @@ class _InProcess(torch.autograd.Function):
             transport = InProcess()
             runs = []
             for rank in range(layout.world_size):
-                schedule = build(layout, mask, ring(layout.world_size), rank, Heads(q.shape[1], k.shape[1]))
-                plan = lower(schedule, kernel.caps)
-                job = Job(plan, kernel, q.shape[3] ** -0.5 if scale is None else scale, transport.endpoint(rank), 0)
+                heads = Heads(q.shape[1], k.shape[1])
+                steps = plan(layout, mask, ring(layout.world_size), rank, heads, kernel.caps)
+                job = Job(steps, kernel, q.shape[3] ** -0.5 if scale is None else scale, transport.endpoint(rank), 0)
                 runs.append(run(job, *(None if x is None else layout.shard(x, rank, 2) for x in tensors)))
             results = drive_all(runs)
             return [layout.unshard(parts, 2) for parts in zip(*results, strict=True)]
