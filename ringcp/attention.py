@@ -54,10 +54,12 @@ def attention(
         scale: factor on the scores; None is ``D ** -0.5``.
         kernel: "auto", or the name of a kernel or of a family of them ("sdpa", "reference").
         return_lse: also return the log-sum-exp of the scaled scores.
-        agree: when the ranks vote on their arguments: "call", before each call (default on CPU; @VOTE@),
-            or "context" (default on CUDA): not in this call, if `seq_len` or a `Layout` says the length.
-            Without a vote the local length is still checked before anything is sent, but ranks that disagree in
-            heads, dtype, mask or options are not noticed.
+        agree: when the ranks vote on their arguments: "call", before each call (default on CPU), or "context" (default
+            on CUDA): not in this call, if `seq_len` or a `Layout` says the length. Without a vote the local length is
+            still checked before anything is sent, but ranks that disagree in heads, dtype, mask or options are not
+            noticed. A vote is one round of small messages. Measured with gloo on 2 cores: 120 us between 2 idle
+            ranks, 800 to 1,400 us where the ranks compute and their communication threads wait for a core (call
+            against context, medians); 3,000 us between 4 ranks on the 2 cores.
         timeout: seconds (or a `timedelta`) to wait for peers; None is the process group's own timeout.
 
     Returns:
