@@ -50,7 +50,7 @@ def agree(
     Raises:
         AgreementError: on every rank, if the calls differ or another rank refuses; the odd ranks are named.
         PeerError: if a rank does not come in time. The group is broken then.
-        RingcpError: `refusal`, after the vote, also when a rank did not come.
+        RingcpError: `refusal`, after the vote.
     """
     if state.channel is None:
         if refusal is not None:
@@ -66,7 +66,7 @@ def agree(
         said = _exchange_words(state.channel, str(refusal) if refusal is not None else words, timeout)
     except PeerError as error:
         state.broken = str(error)
-        if refusal is not None:  # peers that do not vote in this call (agree="context") do not come: this is why
+        if refusal is not None:
             raise refusal from error
         raise
     # The call numbers may have drifted apart: all ranks go on from the highest.

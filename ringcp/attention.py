@@ -77,8 +77,10 @@ def attention(
     """
     group_name = group_of(mesh).group_name
     refusal = _refusal(q, k, v, mask, layout, seq_len, mode, scale, kernel, agree, timeout)
+    if agree is None:
+        agree = "call" if not isinstance(q, Tensor) or q.device.type == "cpu" else "context"
     if refusal is not None:
-        _vote_against(group_name, refusal)
+        _vote_against(group_name, agree == "context" and (seq_len is not None or isinstance(layout, Layout)), refusal)
     q, k, v = _as_sdpa_casts(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out, lse, _ = attention_op(
@@ -92,7 +94,7 @@ def attention(
         kernel,
         scale,
         seq_len,
-        "auto" if agree is None else agree,
+        agree,
         timeout.total_seconds() if isinstance(timeout, timedelta) else timeout,
         needs_grad,
         needs_grad and return_lse,
@@ -161,12 +163,14 @@ def _wrong_option(
     return ""
 
 
-def _vote_against(group_name: str, refusal: RingcpError) -> NoReturn:
-    """Raise `refusal` after the vote, so that no peer waits for this rank."""
+def _vote_against(group_name: str, silent: bool, refusal: RingcpError) -> NoReturn:
+    """Raise `refusal` after the vote, so that no peer waits for this rank; at once where its peers do not vote."""
+    if silent:
+        raise refusal
     nothing, spec = torch.empty(0), unsized_spec("auto")
     with torch._C._DisableFuncTorch():
         try:
-            options = ("auto", "auto", None, None, "auto", None, False, False, str(refusal))
+            options = ("auto", "auto", None, None, "call", None, False, False, str(refusal))
             attention_op(nothing, nothing, nothing, spec, _FULL.spec, group_name, *options)
         except ArgumentError as voted:
             raise refusal from voted.__cause__

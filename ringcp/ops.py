@@ -30,7 +30,7 @@ from ringcp.transport import P2P, warm_up
 
 PLAN_VERSION = 1
 MODES = ("auto", "ring")
-AGREE = ("auto", "call", "context")
+AGREE = ("call", "context")
 
 
 @torch.library.custom_op("ringcp::attention", mutates_args=())
@@ -78,13 +78,15 @@ def attention_op(
             f"needs_grad={needs_grad, needs_lse_grad}; plan_version={PLAN_VERSION}"
         )
 
-    votes = agree_when == "call" or (agree_when == "auto" and q.device.type == "cpu")
-    if votes or refusal is not None or known_len is None:
+    if votes_on(agree_when, given_len, seq_len):
         lengths = agree(state, describe, q.shape[2] if q.ndim == 4 else 0, refusal, timeout)
         known_len = sum(lengths) if known_len is None else known_len
         layout = decode_layout(code, known_len, state.world_size)
         _check_lengths(lengths, layout, range(state.world_size))
+    elif refusal is not None:
+        raise refusal
     else:
+        assert known_len is not None, "without it the ranks vote"
         layout = decode_layout(code, known_len, state.world_size)
         _check_lengths([q.shape[2]], layout, [state.rank])
     assert chosen is not None, "agree() raises what was refused"
@@ -150,8 +152,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
     q, k, v, out, lse, layout_spec, mask_spec, facts = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return (None,) * 15
     # Whether a rank has an upstream gradient must not decide whether it takes part.
     dout = torch.zeros_like(out) if dout is None else dout
     grads = attention_backward_op(dout, dlse, q, k, v, out, lse, layout_spec, mask_spec, facts, *ctx.options)
@@ -169,6 +169,11 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
 
 
 attention_backward_op.register_autograd(_refuse_double_backward)
+
+
+def votes_on(agree_when: str, layout_len: int, seq_len: int | None) -> bool:
+    """Whether the ranks vote on a call: the same on all ranks, whatever one of them refuses."""
+    return agree_when != "context" or (layout_len == UNSIZED and seq_len is None)
 
 
 def _group(group_name: str) -> dist.ProcessGroup:

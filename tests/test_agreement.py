@@ -45,7 +45,7 @@ MISMATCHES = {
     "kernel": (lambda _: {"kernel": "reference"}, ["kernel=reference, not kernel=sdpa"]),
     "scale": (lambda _: {"scale": 0.5}, ["scale=0.5, not scale=None"]),
     "seq_len": (lambda c: {"seq_len": seq_len_of(c["mesh"].size())}, ["seq_len=", "not seq_len=None"]),
-    "agree": (lambda _: {"agree": "context"}, ["agree=context, not agree=auto"]),
+    "agree": (lambda _: {"agree": "context"}, ["agree=context, not agree=call"]),
     "requires_grad": (each(lambda q: q.detach().requires_grad_(), "q"), ["needs_grad=(True, False)"]),
 }
 
