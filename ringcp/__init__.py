@@ -1,11 +1,26 @@
 """ringcp: exact attention over one long sequence that is split over the ranks of a mesh."""
 
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from ringcp.attention import attention
-from ringcp.errors import AgreementError, ArgumentError, LayoutError, PeerError, RingcpError, UnsupportedError
+from ringcp.errors import (
+    AgreementError,
+    ArgumentError,
+    KeywordError,
+    LayoutError,
+    PeerError,
+    RingcpError,
+    UnsupportedError,
+)
 from ringcp.layout import Contiguous, HeadTail, Layout, Striped
 from ringcp.mask import Causal, Full, Mask, Window
 from ringcp.record import record
 from ringcp.sharding import all_gather, shard, unshard
+
+if TYPE_CHECKING:
+    from ringcp import testing as testing
 
 __version__ = "0.1.0"
 
@@ -16,6 +31,7 @@ __all__ = [
     "Contiguous",
     "Full",
     "HeadTail",
+    "KeywordError",
     "Layout",
     "LayoutError",
     "Mask",
@@ -30,3 +46,10 @@ __all__ = [
     "shard",
     "unshard",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    # Needed by tests only, and not imported before.
+    if name == "testing":
+        return import_module("ringcp.testing")
+    raise AttributeError(f"module 'ringcp' has no attribute {name!r}")

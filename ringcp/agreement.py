@@ -8,7 +8,6 @@ its peers raise too instead of waiting.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 
 from ringcp.errors import AgreementError, PeerError, RingcpError
 from ringcp.groups import Channel, GroupState
+from ringcp.spec import host_int64
 
 _WORDS_BYTES = 2048
 _VOTE_TAG, _WORDS_TAG = 1 << 30, (1 << 30) + 1
@@ -37,14 +37,15 @@ def signature(description: str) -> int:
 
 def agree(
     state: GroupState,
-    describe: Callable[[], str],
+    call: int,
+    words: str,
     local_len: int,
     refusal: RingcpError | None,
     timeout: float | None,
 ) -> list[int]:
     """Vote on one call; the local lengths of all ranks. A group of one does not vote.
 
-    describe: everything that must be equal on all ranks, as "name=value; name=value".
+    words: everything that must be equal on all ranks, as "name=value; name=value".
     refusal: why this rank cannot make the call, if it cannot.
 
     Raises:
@@ -56,17 +57,16 @@ def agree(
         if refusal is not None:
             raise refusal
         return [local_len]
-    words = "" if refusal is not None else describe()
-    mine = Vote(signature(words), state.calls, local_len, refusal is not None)
+    mine = Vote(signature(words), call, local_len, refusal is not None)
     try:
-        received = state.channel.exchange(torch.tensor(mine, dtype=torch.int64), _VOTE_TAG, timeout)
+        received = state.channel.exchange(host_int64(mine), _VOTE_TAG, timeout)
         votes = [Vote(*vote.tolist()) for vote in received]
         if not any(vote.refused for vote in votes) and len({vote[:2] for vote in votes}) == 1:
             return [vote.local_len for vote in votes]
         said = _exchange_words(state.channel, str(refusal) if refusal is not None else words, timeout)
-    except PeerError as error:
-        state.broken = str(error)
-        if refusal is not None:
+    except BaseException as error:
+        state.break_off(error)
+        if isinstance(error, PeerError) and refusal is not None:
             raise refusal from error
         raise
     # The call numbers may have drifted apart: all ranks go on from the highest.
@@ -78,7 +78,7 @@ def agree(
 
 def _exchange_words(channel: Channel, words: str, timeout: float | None) -> list[str]:
     data = words.encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES, b"\0")
-    received = channel.exchange(torch.tensor(list(data), dtype=torch.uint8), _WORDS_TAG, timeout)
+    received = channel.exchange(torch.tensor(list(data), dtype=torch.uint8, device="cpu"), _WORDS_TAG, timeout)
     return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in received]
 
 
@@ -98,8 +98,11 @@ def _verdict(votes: list[Vote], said: list[str]) -> str:
 
 
 def _difference(odd: str, usual: str, odd_call: int, usual_call: int) -> str:
-    pairs = zip(odd.split("; "), usual.split("; "), strict=False)
-    different = [f"{a}, not {b}" for a, b in pairs if a != b]
+    ours, theirs = (dict(pair.split("=", 1) for pair in words.split("; ") if "=" in pair) for words in (odd, usual))
+    names = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+    if "call" in names:  # other functions have other arguments
+        names = ["call"]
+    different = [f"{name}={ours[name]}, not {name}={theirs[name]}" for name in names]
     if odd_call != usual_call:
         different.append(f"its call number {odd_call}, not {usual_call}")
     return ", ".join(different) or "descriptions too long to compare"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import NoReturn
 
@@ -10,13 +12,17 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.errors import ArgumentError, RingcpError, UnsupportedError
+from ringcp.checks import layout_problem, shown
+from ringcp.errors import ArgumentError, KeywordError, LayoutError, RingcpError, UnsupportedError
 from ringcp.groups import group_of
-from ringcp.layout import LAYOUT_NAMES, Layout, unsized_spec
-from ringcp.mask import Full, Mask
+from ringcp.layout import Layout, unsized_spec
+from ringcp.mask import Causal, Full, Mask, Window
 from ringcp.ops import attention_op
 
 _FULL = Full()
+
+# A longer wait than a month does not fit what the back ends count in.
+_MAX_SECONDS = 2_592_000
 
 
 def attention(
@@ -34,12 +40,15 @@ def attention(
     return_lse: bool = False,
     agree: str | None = None,
     timeout: float | timedelta | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of one long sequence whose tokens lie on the ranks of `mesh`: the result equals attention over
     the whole sequence.
 
-    Every rank calls with its own shard. Differentiable once, also through the lse; the gradients are those of the sum
-    over ranks of each rank's loss.
+    Every rank calls with its own shard, makes the same calls in the same order, and runs backward of each.
+    Differentiable once, also through the lse; the gradients are those of the sum over ranks of each rank's loss. Make
+    one `Layout` and pass it to `shard`, `attention` and `unshard`: with a name, the length is what came, and shards of
+    another layout with the same lengths can't be told apart.
 
     Args:
         q: (B, Hq, S_local, D), fp32, fp64, bf16 or fp16, any strides.
@@ -49,17 +58,19 @@ def attention(
         mask: which positions attend to which; None is full attention.
         layout: which rank owns which tokens: a `Layout`, or "contiguous", "head_tail", "striped" with the length found
             out by the vote. "auto" is head-tail.
-        seq_len: length of the whole sequence, if the layout does not say it; it is checked.
+        seq_len: length of the whole sequence, if the layout does not say it; the local length is checked against it.
         mode: "ring", or "auto", which means ring so far.
         scale: factor on the scores; None is ``D ** -0.5``.
-        kernel: "auto", or the name of a kernel or of a family of them ("sdpa", "reference").
+        kernel: "auto"; a family of kernels, "sdpa"; or one of them: "sdpa_flash", "sdpa_cudnn", "sdpa_efficient",
+            "sdpa_flash_cpu", "reference" (plain matmuls, memory for the whole score matrix).
         return_lse: also return the log-sum-exp of the scaled scores.
         agree: when the ranks vote on their arguments: "call", before each call (default on CPU), or "context" (default
             on CUDA): not in this call, if `seq_len` or a `Layout` says the length. Without a vote the local length is
             still checked before anything is sent, but ranks that disagree in heads, dtype, mask or options are not
-            noticed. A vote is one round of small messages. Measured with gloo on 2 cores: 120 us between 2 idle
-            ranks, 800 to 1,400 us where the ranks compute and their communication threads wait for a core (call
-            against context, medians); 3,000 us between 4 ranks on the 2 cores.
+            noticed in time: on gloo they run into the timeout, on NCCL they hang or get wrong numbers. A vote is one
+            round of small messages. Measured with gloo on 2 cores: 120 us between 2 idle ranks, 800 to 1,400 us where
+            the ranks compute and their communication threads wait for a core (call against context, medians);
+            3,000 us between 4 ranks on the 2 cores.
         timeout: seconds (or a `timedelta`) to wait for peers; None is the process group's own timeout.
 
     Returns:
@@ -73,15 +84,22 @@ def attention(
         LayoutError: a mesh that is not 1-D, or shards whose lengths do not fit the layout.
         UnsupportedError: an unknown mode or kernel, or no kernel that can do this; all reasons are listed.
         AgreementError: the ranks called with different arguments; raised on every rank, and nothing was sent.
-        PeerError: a peer died or did not come within `timeout`. The group is unusable afterwards, and says so.
+        KeywordError: a keyword that this function does not have.
+        PeerError: on gloo, a peer died or did not come within `timeout`. The group is unusable afterwards, and says so.
+            On NCCL the watchdog decides.
     """
     group_name = group_of(mesh).group_name
-    refusal = _refusal(q, k, v, mask, layout, seq_len, mode, scale, kernel, agree, timeout)
+    refusal = _refusal(q, k, v, mask, layout, seq_len, mode, scale, kernel, agree, timeout, unknown)
     if agree is None:
-        agree = "call" if not isinstance(q, Tensor) or q.device.type == "cpu" else "context"
+        agree = "context" if isinstance(q, Tensor) and q.device.type == "cuda" else "call"
     if refusal is not None:
-        _vote_against(group_name, agree == "context" and (seq_len is not None or isinstance(layout, Layout)), refusal)
-    q, k, v = _as_sdpa_casts(q, k, v)
+        silent = agree == "context" and (seq_len is not None or isinstance(layout, Layout))
+        if not torch.compiler.is_compiling():
+            _vote_against(group_name, silent, *refusal)
+        # Traced: the op itself raises when the compiled code runs.
+        mask, layout, seq_len, mode = None, "auto", None, "auto"
+        scale, kernel, agree, timeout = None, "auto", "call", None
+    q, k, v = as_sdpa_casts(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out, lse, _ = attention_op(
         q,
@@ -98,7 +116,7 @@ def attention(
         timeout.total_seconds() if isinstance(timeout, timedelta) else timeout,
         needs_grad,
         needs_grad and return_lse,
-        "",
+        "" if refusal is None else refusal[1],
     )
     return (out, lse) if return_lse else out
 
@@ -115,28 +133,38 @@ def _refusal(
     kernel: object,
     agree: object,
     timeout: object,
-) -> RingcpError | None:
+    unknown: Mapping[str, object],
+) -> tuple[type[RingcpError], str] | None:
     """What the op cannot even take, or would not see."""
+    for name, value in unknown.items():
+        fix = _ELSEWHERE.get(name, "leave it out; help(ringcp.attention) lists the arguments")
+        return KeywordError, f"{name}: expected an argument of ringcp.attention, got {name}={shown(value)}; {fix}"
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, Tensor):
-            return ArgumentError(f"{name}: expected a tensor, got {value!r}; pass the local shard")
+            return ArgumentError, f"{name}: expected a tensor, got {type(value).__name__}; pass the local shard"
+        if hasattr(value, "to_local"):
+            return UnsupportedError, f"{name}: expected a local tensor, got a DTensor; pass {name}.to_local()"
+        if value.device.type not in ("cpu", "cuda"):
+            return UnsupportedError, f"{name}: expected a CPU or CUDA tensor, got one on {value.device}; move it"
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
-            return UnsupportedError(
+            return UnsupportedError, (
                 f"forward mode: ringcp.attention expected tensors without tangents, got a dual tensor as {name}; "
                 "use torch.autograd.grad or backward"
             )
     if torch._C._are_functorch_transforms_active():
-        return UnsupportedError(
+        return UnsupportedError, (
             "torch.func: ringcp.attention expected torch.autograd alone, got a call under vmap, grad, vjp or jvp; "
             "use torch.autograd.grad or backward, and pass the batch in dim 0"
         )
-    wrong = _wrong_option(mask, layout, seq_len, mode, scale, kernel, agree, timeout)
-    return ArgumentError(wrong) if wrong else None
+    wrong = _wrong_option(mask, seq_len, mode, scale, kernel, agree, timeout)
+    if wrong:
+        return ArgumentError, wrong
+    wrong = layout_problem(layout)
+    return (LayoutError, wrong) if wrong else None
 
 
 def _wrong_option(
     mask: object,
-    layout: object,
     seq_len: object,
     mode: object,
     scale: object,
@@ -144,45 +172,54 @@ def _wrong_option(
     agree: object,
     timeout: object,
 ) -> str:
+    for make, name in ((Full, "Full"), (Causal, "Causal"), (Window, "Window")):
+        if mask is make:
+            return f"mask: expected a ringcp mask or None, got ringcp.{name}, not called; write ringcp.{name}(...)"
     if mask is not None and not isinstance(mask, Mask):
-        return f"mask: expected a ringcp mask or None, got {_shown(mask)}; build one, such as ringcp.Causal()"
-    if not isinstance(layout, Layout) and not (isinstance(layout, str) and layout in LAYOUT_NAMES):
-        names = ", ".join(LAYOUT_NAMES)
-        return f"layout: expected a ringcp layout or one of {names}, got {_shown(layout)}; choose one of these"
-    if seq_len is not None and not isinstance(seq_len, (int, torch.SymInt)):
+        return f"mask: expected a ringcp mask or None, got {shown(mask)}; build one, such as ringcp.Causal()"
+    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt))):
         return f"seq_len: expected an integer or None, got {seq_len!r}; give the length of the whole sequence"
-    if scale is not None and not isinstance(scale, (int, float, torch.SymFloat)):
-        return f"scale: expected a number or None, got {scale!r}; None is head_dim ** -0.5"
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat))):
+        return f"scale: expected a number or None, got {shown(scale)}; pass float(scale)"
+    if isinstance(scale, float) and not math.isfinite(scale):
+        return f"scale: expected a finite number or None, got {scale!r}; None is head_dim ** -0.5"
     if timeout is not None:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-            return f"timeout: expected seconds above 0, a timedelta or None, got {timeout!r}; give seconds"
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < _MAX_SECONDS:
+            return (
+                f"timeout: expected seconds above 0 and below {_MAX_SECONDS}, a timedelta or None, got {timeout!r}; "
+                "give seconds"
+            )
     for name, value in (("mode", mode), ("kernel", kernel), ("agree", "" if agree is None else agree)):
         if not isinstance(value, str):
-            return f"{name}: expected a word, got {value!r}; see the docstring of ringcp.attention"
+            return f"{name}: expected a word, got {shown(value)}; help(ringcp.attention) lists the words"
     return ""
 
 
-def _vote_against(group_name: str, silent: bool, refusal: RingcpError) -> NoReturn:
-    """Raise `refusal` after the vote, so that no peer waits for this rank; at once where its peers do not vote."""
+_ELSEWHERE = {
+    "is_causal": "pass mask=ringcp.Causal()",
+    "attn_mask": "pass mask= a ringcp mask: tensor masks are not supported",
+    "dropout_p": "leave it out: dropout is not supported",
+    "enable_gqa": "leave it out: the head counts say it",
+    "group": "pass mesh= a DeviceMesh, such as DeviceMesh.from_group(group, device_type)",
+}
+
+
+def _vote_against(group_name: str, silent: bool, error: type[RingcpError], why: str) -> NoReturn:
+    """Raise after the vote, so that no peer waits for this rank; at once where its peers do not vote."""
     if silent:
-        raise refusal
-    nothing, spec = torch.empty(0), unsized_spec("auto")
+        raise error(why)
+    nothing, spec = torch.empty(0, device="cpu"), unsized_spec("auto")
     with torch._C._DisableFuncTorch():
         try:
-            options = ("auto", "auto", None, None, "call", None, False, False, str(refusal))
+            options = ("auto", "auto", None, None, "call", None, False, False, why)
             attention_op(nothing, nothing, nothing, spec, _FULL.spec, group_name, *options)
         except ArgumentError as voted:
-            raise refusal from voted.__cause__
+            raise error(why) from voted.__cause__
     raise AssertionError("the op raises what it is told to refuse")
 
 
-def _shown(value: object) -> str:
-    """The value in one line: of a tensor, its shape and dtype."""
-    return f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)
-
-
-def _as_sdpa_casts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def as_sdpa_casts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, the tensors as `F.scaled_dot_product_attention` would see them: all but fp64 are cast."""
     device = q.device.type
     if not torch.is_autocast_enabled(device):

@@ -2,7 +2,8 @@
 
     RingcpError
     ├── ArgumentError (ValueError)            an argument that does not fit the others
-    │   └── LayoutError                       a mesh, a length or a shard that does not fit the layout
+    │   ├── LayoutError                       a mesh, a length or a shard that does not fit the layout
+    │   └── KeywordError (TypeError)          a keyword that the function does not have
     ├── UnsupportedError (NotImplementedError)  what ringcp, or the chosen kernel, cannot do
     ├── AgreementError (RuntimeError)         the ranks of a group called with different arguments
     └── PeerError (RuntimeError)              a peer died, or did not come in time
@@ -21,6 +22,10 @@ class ArgumentError(RingcpError, ValueError):
 
 class LayoutError(ArgumentError):
     """A mesh, a length or a shard does not fit the layout."""
+
+
+class KeywordError(ArgumentError, TypeError):
+    """A keyword that the function does not have."""
 
 
 class UnsupportedError(RingcpError, NotImplementedError):

@@ -34,13 +34,17 @@ _WORDS = {"kv": "keys and values", "dkv": "gradients of keys and values"}
 
 
 class Job(NamedTuple):
-    """One call on one rank: what is the same in forward and backward."""
+    """One call on one rank: what is the same in forward and backward.
+
+    call: its number in the group. fingerprint: a hash of all on which the ranks must agree.
+    """
 
     plan: Plan
     kernel: Kernel
     scale: float
     transport: Transport
-    call: int
+    call: int = 0
+    fingerprint: int = 0
 
 
 def drive(run: Run) -> Any:
@@ -154,8 +158,10 @@ def _post(
     """Post a step's transfers, in the plan's order."""
 
     def parcel(tensor: Tensor, message: Message) -> Parcel:
-        # Messages of different calls, directions and steps never match by accident: on gloo they would be cut short.
-        tag = (((job.call % 4096) * 2 + (direction == "backward")) * 32768 + i) * 2 + (message.what == "dkv")
+        # Messages of calls that differ in any way never match: gloo would abort, or leave a stale tail.
+        # Bits: 29 to keep away from a user's own tags, 12 to 28 the call, 2 to 11 the step, direction, what.
+        call = (job.fingerprint + job.call * 40503) % (1 << 17)
+        tag = 1 << 29 | call << 12 | i % 1024 << 2 | (direction == "backward") << 1 | (message.what == "dkv")
         return Parcel(tensor, message.peer, tag, _WORDS[message.what])
 
     sends = [parcel(stores[m.what].outgoing(i, m), m) for m in step.sends]

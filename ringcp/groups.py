@@ -96,10 +96,12 @@ class StoreChannel:
         self._store = store
         self._rank, self._world_size = rank, world_size
         self._round = 0
+        # A store can outlive its group: votes of an earlier one must not be read.
+        self._life = store.add(f"ringcp/lives/{rank}", 1)
 
     def exchange(self, message: torch.Tensor, tag: int, timeout: float | None) -> list[torch.Tensor]:
         self._round += 1
-        keys = [f"ringcp/{self._round}/{rank}" for rank in range(self._world_size)]
+        keys = [self._key(self._round, rank) for rank in range(self._world_size)]
         self._store.set(keys[self._rank], bytes(message.view(torch.uint8).tolist()))  # type: ignore[arg-type]
         try:
             if timeout is None:
@@ -110,9 +112,12 @@ class StoreChannel:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise _absent(self._rank, missing, timeout, error) from error
         if self._round > 2:  # whoever has come to this round has read the one before the last
-            self._store.delete_key(f"ringcp/{self._round - 2}/{self._rank}")
+            self._store.delete_key(self._key(self._round - 2, self._rank))
         read = [torch.frombuffer(bytearray(self._store.get(key)), dtype=message.dtype) for key in keys]
         return [words.view(message.shape) for words in read]
+
+    def _key(self, round_: int, rank: int) -> str:
+        return f"ringcp/{self._life}/{round_}/{rank}"
 
 
 def _absent(rank: int, missing: Sequence[int], timeout: float | None, error: BaseException) -> PeerError:
@@ -133,7 +138,8 @@ class GroupState:
     calls: int = 0
     warm: bool = False
     broken: str = ""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held for a whole forward: calls of two threads on one group are taken in turn."""
 
     def check_usable(self) -> None:
         if self.broken:
@@ -143,9 +149,13 @@ class GroupState:
             )
 
     def next_call(self) -> int:
-        with self.lock:
-            self.calls += 1
-            return self.calls
+        self.calls += 1
+        return self.calls
+
+    def break_off(self, error: BaseException) -> None:
+        """Mark the group broken: messages of the failed call may still be under way."""
+        if self.world_size > 1:
+            self.broken = f"{type(error).__name__}: {error}"
 
 
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ringcp.errors import LayoutError
+from ringcp.spec import host_int64
 
 _PRINTED_RANKS = 16
 _PRINTED_TOKENS = 64
@@ -83,7 +84,7 @@ class Layout:
         self.seq_len = seq_len
         self.world_size = world_size
         self._code = code
-        self.spec = torch.tensor([code, seq_len, world_size], dtype=torch.int64)
+        self.spec = host_int64([code, seq_len, world_size])
 
     @property
     def name(self) -> str:
@@ -102,8 +103,8 @@ class Layout:
 
     def positions(self, rank: int) -> Tensor:
         """Global positions of the tokens that `rank` owns, int64 (local_len,), the same for all batch rows."""
-        runs = [torch.arange(*span, dtype=torch.int64) for span in self.spans(rank)]
-        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+        runs = [torch.arange(*span, dtype=torch.int64, device="cpu") for span in self.spans(rank)]
+        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """The rows of `x` along `dim` (of length seq_len) that `rank` owns; a copy, differentiable.
@@ -203,7 +204,7 @@ def unsized_spec(name: str) -> Tensor:
     return _UNSIZED_SPECS[name]
 
 
-_UNSIZED_SPECS = {name: torch.tensor([code, UNSIZED, UNSIZED], dtype=torch.int64) for name, code in _CODES.items()}
+_UNSIZED_SPECS = {name: host_int64([code, UNSIZED, UNSIZED]) for name, code in _CODES.items()}
 
 
 @lru_cache(maxsize=1024)

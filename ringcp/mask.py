@@ -17,6 +17,7 @@ from torch import Tensor
 from ringcp.band import Band, intersect, subtract, trim
 from ringcp.errors import ArgumentError
 from ringcp.layout import Span
+from ringcp.spec import host_int64
 
 # Specs are padded to a multiple of this, so that different masks have specs of one shape and compile once.
 _SPEC_WORDS = 16
@@ -50,7 +51,7 @@ class Mask:
         self._node = node
         words = _encode(node)
         words += [0] * (-len(words) % _SPEC_WORDS)
-        self.spec = torch.tensor(words, dtype=torch.int64)
+        self.spec = host_int64(words)
         if len(words) > _SPEC_WORDS:
             torch._dynamo.maybe_mark_dynamic(self.spec, 0)
 
@@ -77,13 +78,18 @@ class Mask:
 
     def dense(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """The mask written out: bool (Sq, Sk), True where the query attends to the key. For checks and small cases."""
-        return self._node.allows(q_positions[:, None] - k_positions[None, :])
+        return self._node.allows(q_positions[:, None], k_positions[None, :])
 
     def __and__(self, other: Mask) -> Mask:
         return Mask(_And(self._node, other._node)) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
         return Mask(_Or(self._node, other._node)) if isinstance(other, Mask) else NotImplemented
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "mask: expected & or | between masks, got and, or, not or if; write a & b, or compare with None"
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mask) and self._node == other._node
@@ -143,8 +149,8 @@ class _Node(Protocol):
 
     def pieces(self, pair: Pair, row: int) -> list[Band]: ...
 
-    def allows(self, ahead: Tensor) -> Tensor:
-        """Whether pairs attend, by ``q_pos - k_pos``."""
+    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """Whether pairs attend, for positions that broadcast."""
         ...
 
 
@@ -156,8 +162,8 @@ class _Full:
     def pieces(self, pair: Pair, row: int) -> list[Band]:
         return _diagonal(pair, None, None)
 
-    def allows(self, ahead: Tensor) -> Tensor:
-        return torch.ones_like(ahead, dtype=torch.bool)
+    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return torch.ones_like(q_pos - k_pos, dtype=torch.bool)
 
     def __str__(self) -> str:
         return "Full()"
@@ -171,8 +177,8 @@ class _Causal:
     def pieces(self, pair: Pair, row: int) -> list[Band]:
         return _diagonal(pair, 0, None)
 
-    def allows(self, ahead: Tensor) -> Tensor:
-        return ahead >= 0
+    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return q_pos >= k_pos
 
     def __str__(self) -> str:
         return "Causal()"
@@ -191,8 +197,8 @@ class _Window:
     def pieces(self, pair: Pair, row: int) -> list[Band]:
         return _diagonal(pair, -self.right, self.left)
 
-    def allows(self, ahead: Tensor) -> Tensor:
-        return (ahead >= -self.right) & (ahead <= self.left)
+    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return (q_pos - k_pos >= -self.right) & (q_pos - k_pos <= self.left)
 
     def __str__(self) -> str:
         return f"Window({self.left}, {self.right})"
@@ -216,8 +222,8 @@ class _And:
         both = (intersect(x, y) for x in self.a.pieces(pair, row) for y in right)
         return [band for band in both if band is not None]
 
-    def allows(self, ahead: Tensor) -> Tensor:
-        return self.a.allows(ahead) & self.b.allows(ahead)
+    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return self.a.allows(q_pos, k_pos) & self.b.allows(q_pos, k_pos)
 
     def __str__(self) -> str:
         return f"({self.a} & {self.b})"
@@ -239,8 +245,8 @@ class _Or:
             rest = [part for y in rest for part in subtract(y, x)]
         return left + rest
 
-    def allows(self, ahead: Tensor) -> Tensor:
-        return self.a.allows(ahead) | self.b.allows(ahead)
+    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return self.a.allows(q_pos, k_pos) | self.b.allows(q_pos, k_pos)
 
     def __str__(self) -> str:
         return f"({self.a} | {self.b})"

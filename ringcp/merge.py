@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which out, lse, dq, dk and dv are summed: fp32, or fp64 for fp64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """The dtype in which out, lse, dq, dk and dv are summed: fp32, or wider for wider inputs."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

@@ -188,6 +188,7 @@ def _direct(layout: Layout, mask: Pieces, topology: Topology, own: Step, hops: t
 
 def _split_own_work(steps: tuple[Step, ...], heads: Heads) -> tuple[Step, ...]:
     """The own block's tiles, half of the heads in the first step and the others in the last one."""
+    assert all(tile[2:] == (None, None) for tile in steps[0].tiles), "tiles of some heads would lose them"
     # At a multiple of the group where there are several key heads: then each half has key heads of its own.
     kv_cut = heads.kv // 2
     q_cut = kv_cut * (heads.q // heads.kv) if kv_cut else heads.q // 2

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcp.agreement import agree
-from ringcp.errors import LayoutError, PeerError, RingcpError
+from ringcp.checks import check_layout, refuse_create_graph
+from ringcp.errors import ArgumentError, LayoutError, PeerError, RingcpError
 from ringcp.groups import GroupState, group_of, state_of
-from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
+from ringcp.layout import Layout, layout_named
 from ringcp.merge import accumulator_dtype
 
 T = TypeVar("T")
@@ -53,11 +54,10 @@ def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto
             )
     except RingcpError as error:
         refusal = error
-    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    needs_grad = isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
     if needs_grad and state.world_size > 1:
-        _vote(
-            state, lambda: f"call=shard; x={tuple(x.shape)} {x.dtype}; dim={dim % x.ndim}; layout={lay!r}", 0, refusal
-        )
+        words = "" if refusal is not None else f"call=shard; x={tuple(x.shape)} {x.dtype}; dim={dim}; layout={lay!r}"
+        _vote(state, words, 0, refusal)
     if refusal is not None:
         raise refusal
     assert lay is not None
@@ -86,9 +86,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
     """
     group = group_of(mesh)
     state = state_of(group)
-    lengths = _gather_vote(
-        x, state, dim, f"unshard; layout={layout!r}", lambda: _check_layout(layout, state.world_size)
-    )
+    lengths = _gather_vote(x, state, dim, f"unshard; layout={layout!r}", lambda: check_layout(layout, state.world_size))
     lay = _sized(layout, sum(lengths), state.world_size)
     wrong = {r: n for r, n in enumerate(lengths) if n != lay.local_len(r)}
     if wrong:
@@ -123,38 +121,31 @@ def _gather_vote(x: Tensor, state: GroupState, dim: int, call: str, check: Calla
     except RingcpError as error:
         refusal = error
 
-    def describe() -> str:
-        rest = [n for i, n in enumerate(x.shape) if i != dim % x.ndim]
-        needs_grad = x.requires_grad and torch.is_grad_enabled()
-        return f"call={call}; x={rest} beside dim {dim % x.ndim}; dtype={x.dtype}; needs_grad={needs_grad}"
+    if refusal is not None:
+        return _vote(state, "", 0, refusal)
+    rest = [n for i, n in enumerate(x.shape) if i != dim % x.ndim]
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    words = f"call={call}; x={rest} beside dim {dim % x.ndim}; dtype={x.dtype}; requires_grad={needs_grad}"
+    return _vote(state, words, x.shape[dim], None)
 
-    return _vote(state, describe, x.shape[dim] if refusal is None else 0, refusal)
 
-
-def _vote(state: GroupState, describe: Callable[[], str], length: int, refusal: RingcpError | None) -> list[int]:
-    state.check_usable()
-    state.next_call()
-    return agree(state, describe, length, refusal, None)
+def _vote(state: GroupState, words: str, length: int, refusal: RingcpError | None) -> list[int]:
+    with state.turn:
+        state.check_usable()
+        return agree(state, state.next_call(), words, length, refusal, None)
 
 
 def _check_dim(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"x: expected a tensor, got {type(x).__name__}; pass a tensor with the sequence in dim")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ArgumentError(f"dim: expected an integer, got {dim!r}; give the sequence dim")
     if not -x.ndim <= dim < x.ndim:
         raise LayoutError(f"dim: expected a dim of x with {x.ndim} dims, got {dim}; name the sequence dim")
 
 
-def _check_layout(layout: Layout | str, world_size: int) -> None:
-    if isinstance(layout, Layout):
-        if layout.world_size != world_size:
-            raise LayoutError(
-                f"layout: expected one for the {world_size} ranks of mesh, got {layout!r}; make it with mesh.size()"
-            )
-    elif layout not in LAYOUT_NAMES:
-        names = ", ".join(LAYOUT_NAMES)
-        raise LayoutError(f"layout: expected a ringcp layout or one of {names}, got {layout!r}; choose one of these")
-
-
 def _sized(layout: Layout | str, seq_len: int, world_size: int) -> Layout:
-    _check_layout(layout, world_size)
+    check_layout(layout, world_size)
     return layout if isinstance(layout, Layout) else layout_named(layout, seq_len, world_size)
 
 
@@ -178,6 +169,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_create_graph("unshard")
         return _reduce(grads, *ctx.options), None, None, None, None
 
 
@@ -191,6 +183,7 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_create_graph("shard")
         group, state, layout, dim = ctx.options
         lengths = [layout.local_len(rank) for rank in range(layout.world_size)]
         return layout.unshard(_gather(grad, group, state, lengths, dim), dim), None, None, None, None
@@ -234,7 +227,7 @@ def _collective(state: GroupState, name: str, run: Callable[[], T]) -> T:
     try:
         return run()
     except RuntimeError as error:
-        state.broken = f"{name}: {error}"
+        state.break_off(error)
         raise PeerError(
             f"rank {state.rank}: {name} did not go through; a peer died, or did not come: look for its error. ({error})"
         ) from error

@@ -19,6 +19,7 @@ CPU = Problem(
     value_dim=64,
     q_heads=8,
     kv_heads=2,
+    scale=0.125,
     needs_band=True,
     needs_grad=True,
     needs_lse_grad=False,

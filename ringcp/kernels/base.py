@@ -31,13 +31,16 @@ class Problem:
     value_dim: int
     q_heads: int
     kv_heads: int
+    scale: float
     needs_band: bool
     needs_grad: bool
     needs_lse_grad: bool
     deterministic: bool = field(default_factory=_must_be_deterministic)
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, needs_band: bool, needs_grad: bool, needs_lse_grad: bool) -> Problem:
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, needs_band: bool, needs_grad: bool, needs_lse_grad: bool
+) -> Problem:
     """The problem that these tensors pose."""
     return Problem(
         device=q.device,
@@ -46,6 +49,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, needs_band: bool, needs_grad: bo
         value_dim=v.shape[3],
         q_heads=q.shape[1],
         kv_heads=k.shape[1],
+        scale=scale,
         needs_band=needs_band,
         needs_grad=needs_grad,
         needs_lse_grad=needs_lse_grad,

@@ -98,7 +98,9 @@ def additive_mask(
 
     The result is shared between calls: never write to it.
     """
-    make = _additive_mask if m * n <= CACHED_ELEMENTS else _additive_mask.__wrapped__
+    # On CUDA a mask belongs to the stream that made it.
+    cached = device.type == "cpu" and m * n <= CACHED_ELEMENTS
+    make = _additive_mask if cached else _additive_mask.__wrapped__
     return make(m, n, form, dtype, device, row_multiple)
 
 

@@ -28,7 +28,8 @@ class Reference:
     switch = "math"
 
     def refusals(self, problem: Problem) -> list[str]:
-        return [] if problem.dtype.is_floating_point else [f"dtype {word(problem.dtype)} is not floating"]
+        known = torch.float16, torch.bfloat16, torch.float32, torch.float64
+        return [] if problem.dtype in known else [f"dtype {word(problem.dtype)} is not {' or '.join(map(word, known))}"]
 
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float) -> tuple[Tensor, Tensor]:

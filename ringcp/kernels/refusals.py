@@ -28,6 +28,8 @@ def shared(
         reasons.append(f"device {problem.device.type} is not {device}")
     if problem.dtype not in dtypes:
         reasons.append(f"dtype {word(problem.dtype)} is not {' or '.join(map(word, dtypes))}")
+    if problem.scale <= 0:
+        reasons.append(f"scale {problem.scale:g} <= 0, which turns masked scores of -inf around")
     if problem.needs_band and caps.band == "none":
         reasons.append("cannot mask a window or another band")
     if max_dim is not None:

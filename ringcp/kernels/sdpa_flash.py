@@ -40,6 +40,10 @@ class SdpaFlash:
 
     def refusals(self, problem: Problem) -> list[str]:
         reasons = refusals.shared(problem, self.caps, device="cuda", dtypes=HALF, max_dim=256, multiple=8)
+        # activate_flash_attention_impl("FA3") puts another kernel, with other limits, behind the op.
+        active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+        if active not in (None, "FA2"):
+            reasons.append(f"{active} is active in place of FA2: restore_flash_attention_impl() brings that back")
         return reasons + refusals.cuda_build(problem, back_end="flash")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float) -> tuple[Tensor, Tensor]:

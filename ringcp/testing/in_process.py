@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcp.errors import LayoutError, UnsupportedError
+from ringcp.attention import as_sdpa_casts
+from ringcp.checks import check_layout, check_mode, check_tensors, default_scale, refuse_create_graph, shown
+from ringcp.errors import ArgumentError, LayoutError
 from ringcp.executor import Job, Run, backward, drive_all, forward
 from ringcp.kernels.base import problem_of
 from ringcp.kernels.registry import choose
@@ -43,14 +45,21 @@ def in_process(
         out (B, Hq, S, Dv) in the order of the sequence, and with `return_lse` lse (B, Hq, S). Differentiable once.
 
     Raises:
+        ArgumentError, LayoutError: tensors that do not fit each other or the layout.
         UnsupportedError: for a mode other than "ring", or if no kernel can do it.
     """
-    if mode not in ("ring", "auto"):
-        raise UnsupportedError(f"mode: expected 'ring' or 'auto', got {mode!r}; choose one of these")
+    check_mode(mode)
+    q, k, v = as_sdpa_casts(q, k, v)
+    check_tensors(q, k, v)
+    check_layout(layout, world_size)
+    if mask is not None and not isinstance(mask, Mask):
+        raise ArgumentError(f"mask: expected a ringcp mask or None, got {shown(mask)}; build one with ringcp.Causal()")
     seq_len = q.shape[2]
     lay = layout_named(layout, seq_len, world_size) if isinstance(layout, str) else layout
     if (lay.seq_len, lay.world_size) != (seq_len, world_size):
-        raise LayoutError(f"layout: expected one for {seq_len} tokens on {world_size} ranks, got {lay!r}")
+        raise LayoutError(
+            f"layout: expected one for {seq_len} tokens on {world_size} ranks, got {lay!r}; make it with these numbers"
+        )
     out, lse = _InProcess.apply(q, k, v, lay, Full() if mask is None else mask, kernel, scale, return_lse)
     return (out, lse) if return_lse else out
 
@@ -69,7 +78,8 @@ class _InProcess(torch.autograd.Function):
         lse_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         needs_grad = any(ctx.needs_input_grad)
-        kernel = choose(kernel_name, problem_of(q, k, v, mask.needs_band, needs_grad, needs_grad and lse_grad))
+        factor = default_scale(q) if scale is None else scale
+        kernel = choose(kernel_name, problem_of(q, k, v, factor, mask.needs_band, needs_grad, needs_grad and lse_grad))
 
         def run_all(run: Callable[..., Run], *tensors: Tensor | None) -> list[Any]:
             transport = InProcess()
@@ -77,9 +87,10 @@ class _InProcess(torch.autograd.Function):
             for rank in range(layout.world_size):
                 heads = Heads(q.shape[1], k.shape[1])
                 steps = plan(layout, mask, ring(layout.world_size), rank, heads, kernel.caps)
-                job = Job(steps, kernel, q.shape[3] ** -0.5 if scale is None else scale, transport.endpoint(rank), 0)
+                job = Job(steps, kernel, factor, transport.endpoint(rank))
                 runs.append(run(job, *(None if x is None else layout.shard(x, rank, 2) for x in tensors)))
-            results = drive_all(runs)
+            with torch.autocast(q.device.type, enabled=False):
+                results = drive_all(runs)
             return [layout.unshard(parts, 2) for parts in zip(*results, strict=True)]
 
         out, lse = run_all(forward, q, k, v)
@@ -90,15 +101,8 @@ class _InProcess(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        # `once_differentiable` would drop the second derivative in silence where dout does not require grad.
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "double backward: in_process is differentiable once, got a backward pass with create_graph=True; "
-                "call backward without it"
-            )
+        refuse_create_graph("in_process")
         q, k, v, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 8
         dout = torch.zeros_like(out) if dout is None else dout
         grads = ctx.run_all(backward, dout, dlse, q, k, v, out, lse)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), *(None,) * 5

@@ -1,0 +1,169 @@
+"""What is checked before anything is sent: tensors that fit each other, known options, lengths that fit the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
+from ringcp.layout import LAYOUT_NAMES, UNSIZED, Layout
+
+MODES = ("auto", "ring")
+AGREE = ("call", "context")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k and v fit each other.
+
+    Raises:
+        ArgumentError: dims, dtypes, devices, batch sizes, heads or head dims that do not.
+        LayoutError: local lengths that do not.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ArgumentError(
+            f"q, k, v: expected 4 dims (batch, heads, local tokens, head dim), got {shapes}; add the missing dims"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ArgumentError(
+            f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or run under torch.autocast"
+        )
+    if not q.is_floating_point():
+        raise ArgumentError(f"q, k, v: expected a floating dtype, got {q.dtype}; cast them")
+    if not q.device == k.device == v.device:
+        raise ArgumentError(f"q, k, v: expected one device, got {q.device}, {k.device}, {v.device}; move them")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ArgumentError(f"q, k, v: expected equal batch sizes in dim 0, got {shapes}; expand the smaller one")
+    if k.shape[1] != v.shape[1]:
+        raise ArgumentError(f"k, v: expected equal head counts in dim 1, got {shapes}; repeat the fewer heads")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ArgumentError(
+            "q, k: expected query heads that are a multiple of the key heads in dim 1, "
+            f"got {q.shape[1]} and {k.shape[1]}; repeat key and value heads until they divide"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ArgumentError(
+            f"q, k: expected equal head dims in dim 3, got {shapes}; "
+            "pad the smaller one with zeros, and pass scale= of the unpadded dim"
+        )
+    if not q.shape[2] == k.shape[2] == v.shape[2]:
+        raise LayoutError(
+            f"q, k, v: expected equal local lengths in dim 2, got {shapes}; shard all three with one layout "
+            "(cross-attention and a KV cache are not supported)"
+        )
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "CUDA graphs: the vote is on the host, got a call under capture; capture around attention only"
+        )
+    if 0 in (q.shape[3], v.shape[3]):
+        raise ArgumentError(f"q, k, v: expected head dims of at least 1 in dim 3, got {shapes}; give each head a dim")
+
+
+def check_group(q: Tensor, group: dist.ProcessGroup) -> None:
+    """The group can move tensors of this device.
+
+    Raises:
+        ArgumentError: if it has no back end for them; gloo, which reads a CUDA pointer as a host one, counts as none.
+    """
+    has = [device.type for device in group._device_types]
+    usable = q.device.type in has and not (q.is_cuda and group._get_backend(q.device).name() == "gloo")
+    if not usable:
+        raise ArgumentError(
+            f"q, k, v: expected a device that the back ends of mesh move ({', '.join(sorted(has))}; CUDA by NCCL), "
+            f"got {q.device.type}; move them, or make the mesh with init_device_mesh({q.device.type!r}, ...)"
+        )
+
+
+def check_mode(mode: str, known: Sequence[str] = MODES) -> None:
+    """Raises UnsupportedError for a mode that ringcp does not have."""
+    _check_word("mode", mode, known)
+
+
+def check_agree(agree: str) -> None:
+    """Raises UnsupportedError for anything but "call" and "context"."""
+    _check_word("agree", agree, AGREE)
+
+
+def _check_word(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        names = ", ".join(repr(word) for word in known)
+        raise UnsupportedError(f"{name}: expected one of {names}, got {value!r}; choose one of these")
+
+
+def known_length(given_len: int, given_world: int, seq_len: int | None, world_size: int) -> int | None:
+    """The length of the whole sequence, if the layout or `seq_len` says it.
+
+    Raises:
+        LayoutError: if they contradict each other or the number of ranks.
+    """
+    if given_world not in (UNSIZED, world_size):
+        raise LayoutError(
+            f"layout: expected one for the {world_size} ranks of mesh, got one for {given_world}; "
+            "make the layout with mesh.size()"
+        )
+    if seq_len is not None and given_len not in (UNSIZED, seq_len):
+        raise LayoutError(f"seq_len: expected the layout's {given_len}, got {seq_len}; give one of them")
+    return seq_len if given_len == UNSIZED else given_len
+
+
+def check_lengths(lengths: Sequence[int], layout: Layout, ranks: Sequence[int]) -> None:
+    """Raises LayoutError if the local length of one of `ranks` is not the layout's."""
+    wrong = [
+        f"{length} on rank {rank} instead of {layout.local_len(rank)}"
+        for rank, length in zip(ranks, lengths, strict=True)
+        if length != layout.local_len(rank)
+    ]
+    if wrong:
+        whole = all(length == layout.seq_len for length in lengths)
+        fix = "cut with ringcp.shard and this layout (torch.chunk cuts elsewhere), or pass the one that was used"
+        if whole and layout.world_size > 1:
+            fix = "this looks like the whole sequence: cut it with ringcp.shard and this layout"
+        raise LayoutError(
+            f"q, k, v: expected the local lengths in dim 2 of (B, H, S, D) that {layout!r} gives, "
+            f"got {', '.join(wrong)}; {fix}"
+        )
+
+
+def layout_problem(layout: object) -> str:
+    """Why `layout` is neither a layout nor the name of one; empty if it is."""
+    if isinstance(layout, Layout) or (isinstance(layout, str) and layout in LAYOUT_NAMES):
+        return ""
+    names = ", ".join(LAYOUT_NAMES)
+    return f"layout: expected a Layout or one of {names}, got {shown(layout)}; choose one of these"
+
+
+def check_layout(layout: object, world_size: int) -> None:
+    """Raises LayoutError for anything but a layout of that many ranks or the name of one."""
+    problem = layout_problem(layout)
+    if problem:
+        raise LayoutError(problem)
+    if isinstance(layout, Layout) and world_size != layout.world_size:
+        raise LayoutError(
+            f"layout: expected one for the {world_size} ranks of mesh, got {layout!r}; make it with mesh.size()"
+        )
+
+
+def shown(value: object) -> str:
+    """The value in one line: of a tensor, its shape and dtype."""
+    return f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)
+
+
+def default_scale(q: Tensor) -> float:
+    """The factor on the scores, as in `F.scaled_dot_product_attention`."""
+    return float(q.shape[3] ** -0.5)
+
+
+def refuse_create_graph(name: str) -> None:
+    """In a backward pass that is ours alone: torch would drop the second derivative in silence.
+
+    Raises:
+        UnsupportedError: under ``create_graph=True``.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"double backward: {name} is differentiable once, got a backward pass with create_graph=True; "
+            "call backward without it"
+        )
