@@ -80,7 +80,7 @@ class Layout:
     def __init__(self, code: int, seq_len: int, world_size: int) -> None:
         for name, value, least in (("seq_len", seq_len, 0), ("world_size", world_size, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise LayoutError(f"{name}: expected an integer of at least {least}, got {value!r}")
+                raise LayoutError(f"{name}: expected an integer of at least {least}, got {value!r}; give an int")
         self.seq_len = seq_len
         self.world_size = world_size
         self._code = code
@@ -93,8 +93,10 @@ class Layout:
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The runs of positions that `rank` owns, in local order; none of them is empty."""
-        if not 0 <= rank < self.world_size:
-            raise LayoutError(f"rank: expected 0 <= rank < world_size = {self.world_size}, got {rank}")
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise LayoutError(
+                f"rank: expected 0 <= rank < world_size = {self.world_size}, got {rank}; pass mesh.get_local_rank()"
+            )
         return _spans(self._code, self.seq_len, self.world_size, rank)
 
     def local_len(self, rank: int) -> int:
@@ -102,7 +104,7 @@ class Layout:
         return sum(span.length for span in self.spans(rank))
 
     def positions(self, rank: int) -> Tensor:
-        """Global positions of the tokens that `rank` owns, int64 (local_len,), the same for all batch rows."""
+        """Global positions of the rank's tokens: int64 (local_len,), on the CPU, the same for all batch rows."""
         runs = [torch.arange(*span, dtype=torch.int64, device="cpu") for span in self.spans(rank)]
         return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -123,7 +125,9 @@ class Layout:
             LayoutError: if there is not one part a rank, or a part does not have its rank's length in `dim`.
         """
         if len(parts) != self.world_size:
-            raise LayoutError(f"parts: expected one per rank, {self.world_size}, got {len(parts)}")
+            raise LayoutError(
+                f"parts: expected one per rank, {self.world_size}, got {len(parts)}; pass every rank's shard"
+            )
         for rank, part in enumerate(parts):
             dim = self._checked_dim(part, dim, self.local_len(rank), f"parts[{rank}]")
         order = torch.cat([self.positions(rank) for rank in range(self.world_size)]).argsort()
@@ -131,10 +135,12 @@ class Layout:
 
     def _checked_dim(self, x: Tensor, dim: int, length: int, name: str) -> int:
         if not -x.ndim <= dim < x.ndim:
-            raise LayoutError(f"dim: expected a dim of {name} with {x.ndim} dims, got {dim}")
+            raise LayoutError(f"dim: expected a dim of {name} with {x.ndim} dims, got {dim}; give the sequence dim")
         dim %= x.ndim
         if x.shape[dim] != length:
-            raise LayoutError(f"{name}: expected {length} tokens in dim {dim} for {self!r}, got {x.shape[dim]}")
+            raise LayoutError(
+                f"{name}: expected {length} tokens in dim {dim} for {self!r}, got {x.shape[dim]}; check dim and layout"
+            )
         return dim
 
     @property
@@ -158,7 +164,7 @@ class Layout:
             runs = " ".join(
                 f"[{s.start}, {s.stop})" + (f" step {s.step}" if s.step > 1 else "") for s in self.spans(rank)
             )
-            line = f"  rank {rank}: {self.local_len(rank)} tokens  {runs or 'none'}"
+            line = f"  rank {rank}: {self.local_len(rank)} token{'s' * (self.local_len(rank) != 1)}  {runs or 'none'}"
             if self.seq_len <= _PRINTED_TOKENS:
                 owned = {p for span in self.spans(rank) for p in range(*span)}
                 line = f"{line:<48}" + "".join("#" if p in owned else "." for p in range(self.seq_len))
