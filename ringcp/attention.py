@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import NoReturn
@@ -12,11 +11,11 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.checks import layout_problem, shown
+from ringcp.checks import layout_problem, mask_problem, scale_problem, shown
 from ringcp.errors import ArgumentError, KeywordError, LayoutError, RingcpError, UnsupportedError
 from ringcp.groups import group_of
 from ringcp.layout import Layout, unsized_spec
-from ringcp.mask import Causal, Full, Mask, Window
+from ringcp.mask import Full, Mask
 from ringcp.ops import attention_op
 
 _FULL = Full()
@@ -156,7 +155,7 @@ def _refusal(
             "torch.func: ringcp.attention expected torch.autograd alone, got a call under vmap, grad, vjp or jvp; "
             "use torch.autograd.grad or backward, and pass the batch in dim 0"
         )
-    wrong = _wrong_option(mask, seq_len, mode, scale, kernel, agree, timeout)
+    wrong = mask_problem(mask) or scale_problem(scale) or _wrong_option(seq_len, mode, kernel, agree, timeout)
     if wrong:
         return ArgumentError, wrong
     wrong = layout_problem(layout)
@@ -164,25 +163,14 @@ def _refusal(
 
 
 def _wrong_option(
-    mask: object,
     seq_len: object,
     mode: object,
-    scale: object,
     kernel: object,
     agree: object,
     timeout: object,
 ) -> str:
-    for make, name in ((Full, "Full"), (Causal, "Causal"), (Window, "Window")):
-        if mask is make:
-            return f"mask: expected a ringcp mask or None, got ringcp.{name}, not called; write ringcp.{name}(...)"
-    if mask is not None and not isinstance(mask, Mask):
-        return f"mask: expected a ringcp mask or None, got {shown(mask)}; build one, such as ringcp.Causal()"
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt))):
         return f"seq_len: expected an integer or None, got {seq_len!r}; give the length of the whole sequence"
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat))):
-        return f"scale: expected a number or None, got {shown(scale)}; pass float(scale)"
-    if isinstance(scale, float) and not math.isfinite(scale):
-        return f"scale: expected a finite number or None, got {scale!r}; None is head_dim ** -0.5"
     if timeout is not None:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < _MAX_SECONDS:

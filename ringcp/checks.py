@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
 from ringcp.layout import LAYOUT_NAMES, UNSIZED, Layout
+from ringcp.mask import Causal, Full, Mask, Window
 
 MODES = ("auto", "ring")
 AGREE = ("call", "context")
@@ -125,6 +127,25 @@ def check_lengths(lengths: Sequence[int], layout: Layout, ranks: Sequence[int]) 
             f"q, k, v: expected the local lengths in dim 2 of (B, H, S, D) that {layout!r} gives, "
             f"got {', '.join(wrong)}; {fix}"
         )
+
+
+def mask_problem(mask: object) -> str:
+    """Why `mask` is neither a mask nor None; empty if it is."""
+    for make, name in ((Full, "Full"), (Causal, "Causal"), (Window, "Window")):
+        if mask is make:
+            return f"mask: expected a ringcp mask or None, got ringcp.{name}, not called; write ringcp.{name}(...)"
+    if mask is not None and not isinstance(mask, Mask):
+        return f"mask: expected a ringcp mask or None, got {shown(mask)}; build one, such as ringcp.Causal()"
+    return ""
+
+
+def scale_problem(scale: object) -> str:
+    """Why `scale` is neither a finite number nor None; empty if it is."""
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat))):
+        return f"scale: expected a number or None, got {shown(scale)}; pass float(scale)"
+    if isinstance(scale, float) and not math.isfinite(scale):
+        return f"scale: expected a finite number or None, got {scale!r}; None is head_dim ** -0.5"
+    return ""
 
 
 def layout_problem(layout: object) -> str:

@@ -137,12 +137,16 @@ def whole(case: Case, world_size: int, dtype: torch.dtype = torch.float64) -> Te
     elif case.inputs == "dominating_key":
         k = k * torch.ones(seq_len, 1).index_fill_(0, torch.tensor(seq_len // 3), 15.0)
     elif case.inputs == "far_scores":
-        layout = layout_named(case.layout, seq_len, world_size)
-        offset = torch.cat([torch.full((layout.local_len(r),), (r % 3 - 1) * 300.0) for r in range(world_size)])
+        # Half in q, half in k: with all of it in k, dq is a difference of numbers near 1000, and fp64 is short.
+        layout, root = layout_named(case.layout, seq_len, world_size), 300.0**0.5
+        offset = torch.cat([torch.full((layout.local_len(r),), (r % 3 - 1) * root) for r in range(world_size)])
         order = torch.cat([layout.positions(r) for r in range(world_size)])
         aimed = torch.zeros(shape.head_dim).index_fill_(0, torch.tensor(0), 1.0)
         place = torch.zeros(seq_len, dtype=torch.float64).index_copy_(0, order, offset.double())
-        q, k = q * (1 - aimed) + aimed, k + place[:, None] * aimed * shape.head_dim**0.5
+        q, k = (
+            q * (1 - aimed) + aimed * root,
+            k * (1 - aimed + aimed / root) + place[:, None] * aimed * shape.head_dim**0.5,
+        )
     upstream = normal(shape.q_heads, shape.value_dim), normal(shape.q_heads)
     return Tensors(*(x.to(dtype) for x in (q, k, v, *upstream)))
 

@@ -7,6 +7,8 @@ import warnings
 import pytest
 import torch
 import torch._dynamo.testing
+import torch._functorch.config
+import torch._inductor.config
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -23,11 +25,19 @@ LAYOUTS = [ringcp.HeadTail, ringcp.Striped, ringcp.Contiguous]
 
 
 def quiet(fn):
-    """torch's own warnings while it compiles are not ours: numpy's of its config, and those of its scripted rules."""
+    """torch's own warnings while it compiles are not ours: numpy's of its config, and those of its scripted rules.
+
+    Nor are the graphs that inductor keeps on disk, by the ops' names and not by what their fakes say: those of an
+    earlier ringcp would come back.
+    """
 
     @functools.wraps(fn)
     def run(*args):
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
             warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
             torch._dynamo.reset()
             return fn(*args)
@@ -161,13 +171,45 @@ def compiled_checks(mesh):
     compiled(*inputs, masks[0])
     with pytest.raises(ringcp.AgreementError, match=r"mask=Window\(3, 0\), not mask=Causal\(\)"):
         compiled(*inputs, masks[mesh.get_local_rank()])
-    with pytest.raises(ringcp.LayoutError, match="expected local lengths in dim 2"):
+    with pytest.raises(ringcp.LayoutError, match="expected the local lengths in dim 2"):
         compiled(*(x.detach()[:, :, 1:] for x in inputs), masks[0])
     compiled(*inputs, masks[0])
 
 
 def test_compiled_calls_vote_and_refuse(worlds):
     worlds(2).run(compiled_checks)
+
+
+@quiet
+def compiled_refusals(mesh):
+    """What Python refuses before the op is refused when the compiled code runs, and every rank hears of it."""
+    layout = ringcp.HeadTail(13, mesh.size())
+    q, k, v = (x.detach() for x in local_inputs(mesh, layout)[0])
+    tensor_mask = torch.ones(13, 13, dtype=torch.bool)
+
+    def step(q, k, v, mask):
+        return ringcp.attention(q, k, v, mesh=mesh, mask=mask, layout=layout)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    said = []
+    for args in ((q, k, v, tensor_mask), (q[0], k, v, ringcp.Causal()), (q[0], k[0], v[0], ringcp.Causal())):
+        with pytest.raises(ringcp.RingcpError) as info:
+            compiled(*args)
+        said.append(str(info.value))
+    one_is_odd = tensor_mask if mesh.get_local_rank() else ringcp.Causal()
+    with pytest.raises(ringcp.RingcpError) as info:
+        compiled(q, k, v, one_is_odd)
+    said.append(str(info.value))
+    assert torch.equal(compiled(q, k, v, ringcp.Causal()), step(q, k, v, ringcp.Causal()))
+    return said
+
+
+def test_compiled_calls_refuse_when_they_run(worlds):
+    for said in worlds(2).run(compiled_refusals):
+        assert "mask: expected a ringcp mask or None, got a tensor (13, 13) of torch.bool" in said[0]
+        assert "q, k, v: expected 4 dims" in said[1]
+        assert "q, k, v: expected 4 dims" in said[2]
+        assert "mask: expected a ringcp mask or None" in said[3]
 
 
 def save_attention(ctx, op, *args, **kwargs):
@@ -278,11 +320,12 @@ def check_op(mesh):
         k = torch.randn(2, 2, length, dims[0], requires_grad=True)
         v = torch.randn(2, length, 2, dims[1]).transpose(1, 2).requires_grad_()
         args = (q, k, v, ringcp.HeadTail(length, 1).spec, ringcp.Causal().spec, group_name)
-        args += ("auto", "auto", None, None, "auto", None, True, True, "")
+        args += ("auto", "auto", None, None, "call", None, True, True, "")
         # Numbers of a symbolic trace are those of a call that has been counted: the call number in `facts` differs.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.ringcp.attention.default, args, test_utils=tests)
         out, lse, facts = torch.ops.ringcp.attention(*(x.detach() if x is q or x is k or x is v else x for x in args))
+        assert (facts.dtype, facts.shape, facts.device.type) == (torch.int64, (4,), "cpu")
         upstream = (torch.randn_like(out), torch.randn_like(lse))
         tensors = (q.detach(), k.detach(), v.detach(), out, lse, *args[3:5], facts)
         torch.library.opcheck(

@@ -18,6 +18,7 @@ import ringcp
 BUILT_IN = {
     ringcp.ArgumentError: ValueError,
     ringcp.LayoutError: ValueError,
+    ringcp.KeywordError: TypeError,
     ringcp.UnsupportedError: NotImplementedError,
     ringcp.AgreementError: RuntimeError,
     ringcp.PeerError: RuntimeError,
@@ -33,7 +34,7 @@ def assert_readable(error, kind, words):
     assert "\n" not in text
     for word in words:
         assert word in text, f"{word!r} is missing in: {text}"
-    if kind in (ringcp.ArgumentError, ringcp.LayoutError):
+    if issubclass(kind, ringcp.ArgumentError):
         # "argument: expected ..., got ...; fix"
         assert re.match(r"[\w, ]+: expected .+, got .+; .+", text), text
 
@@ -46,7 +47,7 @@ def option(**options):
     return lambda call: options
 
 
-A, L, U = ringcp.ArgumentError, ringcp.LayoutError, ringcp.UnsupportedError
+A, K, L, U = ringcp.ArgumentError, ringcp.KeywordError, ringcp.LayoutError, ringcp.UnsupportedError
 # By case: the changes to a valid call on the only rank of a mesh (q 4 heads, k and v 2, 9 tokens, head dim 8), the
 # class, and words of the message. Where ranks differ is `test_agreement`'s.
 CALLS = {
@@ -60,6 +61,26 @@ CALLS = {
     ),
     "v dtype": (each(torch.Tensor.float, "v"), A, ["one dtype", "torch.float64, torch.float64, torch.float32"]),
     "integers": (each(torch.Tensor.long), A, ["q, k, v", "a floating dtype", "torch.int64", "cast"]),
+    "fp8": (
+        each(lambda x: x.to(torch.float8_e4m3fn)),
+        U,
+        ["float8_e4m3fn is not float16 or bfloat16 or float32 or float64", "floating dtype"],
+    ),
+    "no head dim": (each(lambda x: x[..., :0]), A, ["head dims of at least 1 in dim 3", "q (2, 4, 9, 0)"]),
+    "no value dim": (each(lambda x: x[..., :0], "v"), A, ["head dims of at least 1", "v (2, 2, 9, 0)"]),
+    "numpy": (each(torch.Tensor.numpy, "q"), A, ["q: expected a tensor, got ndarray", "local shard"]),
+    "list": (each(torch.Tensor.tolist, "v"), A, ["v: expected a tensor, got list"]),
+    "meta": (each(lambda x: x.to("meta"), "k"), U, ["k: expected a CPU or CUDA tensor, got one on meta"]),
+    "is_causal": (option(is_causal=True), K, ["got is_causal=True; pass mask=ringcp.Causal()"]),
+    "attn_mask": (
+        option(attn_mask=torch.ones(9, 9)),
+        K,
+        ["got attn_mask=a tensor (9, 9) of torch.float32; pass mask="],
+    ),
+    "dropout_p": (option(dropout_p=0.0), K, ["got dropout_p=0.0; leave it out: dropout"]),
+    "enable_gqa": (option(enable_gqa=True), K, ["got enable_gqa=True; leave it out: the head counts say it"]),
+    "group": (option(group=None), K, ["got group=None; pass mesh=", "DeviceMesh.from_group"]),
+    "softmax_scale": (option(softmax_scale=1.0), K, ["softmax_scale: ", "help(ringcp.attention)"]),
     "batches": (
         each(lambda x: x[:1], "k"),
         A,
@@ -80,7 +101,7 @@ CALLS = {
     "lengths": (
         each(lambda x: x[:, :, :5], "kv"),
         L,
-        ["equal local lengths in dim 2", "k (2, 2, 5, 8)", "ringcp.shard"],
+        ["equal local lengths in dim 2", "k (2, 2, 5, 8)", "one layout", "a KV cache"],
     ),
     "shard that does not fit": (
         option(layout=ringcp.Striped(10, 1)),
@@ -101,17 +122,21 @@ CALLS = {
     "seq_len": (option(seq_len="9"), A, ["seq_len", "an integer or None", "got '9'", "whole sequence"]),
     "layout name": (
         option(layout="zigzag"),
-        A,
+        L,
         ["layout", "one of contiguous, head_tail, striped, auto", "got 'zigzag'", "choose"],
     ),
-    "layout type": (option(layout=torch.arange(9)), A, ["layout", "a ringcp layout or one of"]),
+    "layout type": (
+        option(layout=torch.arange(9)),
+        L,
+        ["layout", "a Layout or one of", "got a tensor (9,) of torch.int64"],
+    ),
     "mask tensor": (
         option(mask=torch.ones(9, 9).bool()),
         A,
         ["mask", "a ringcp mask or None", "ringcp.Causal()"],
     ),
     "mask flag": (option(mask=True), A, ["mask", "got True"]),
-    "mask class": (option(mask=ringcp.Causal), A, ["mask", "ringcp.Causal()", "got "]),
+    "mask class": (option(mask=ringcp.Causal), A, ["mask", "got ringcp.Causal, not called; write ringcp.Causal(...)"]),
     "mode": (option(mode="rings"), U, ["mode", "expected one of 'auto', 'ring'", "got 'rings'", "choose"]),
     "mode of later": (option(mode="ulysses"), U, ["mode", "'ring'", "got 'ulysses'"]),
     "mode type": (option(mode=None), A, ["mode", "expected a word", "got None"]),
@@ -128,11 +153,22 @@ CALLS = {
         U,
         ["kernel='sdpa_flash'", "a kernel that can do cpu", "head_dim 8", "sdpa_flash: ", 'kernel="reference"'],
     ),
-    "scale": (option(scale="1"), A, ["scale", "a number or None", "got '1'", "head_dim ** -0.5"]),
-    "scale tensor": (option(scale=torch.tensor(1.0)), A, ["scale", "a number or None", "got tensor(1.)"]),
+    "scale": (option(scale="1"), A, ["scale", "a number or None", "got '1'", "float(scale)"]),
+    "scale of nan": (option(scale=float("nan")), A, ["scale", "a finite number or None", "got nan"]),
+    "scale of inf": (option(scale=float("-inf")), A, ["scale", "a finite number or None", "got -inf"]),
+    "scale flag": (option(scale=True), A, ["scale", "a number or None", "got True"]),
+    "scale tensor": (
+        option(scale=torch.tensor(1.0)),
+        A,
+        ["a number or None", "got a tensor () of torch.float32"],
+    ),
     "timeout": (option(timeout="1 s"), A, ["timeout", "expected seconds", "got '1 s'"]),
     "timeout below zero": (option(timeout=-1), A, ["timeout", "got -1"]),
     "timeout of no time": (option(timeout=timedelta(0)), A, ["timeout", "got "]),
+    "timeout of 0": (option(timeout=0), A, ["timeout", "seconds above 0 and below 2592000", "got 0"]),
+    "timeout of inf": (option(timeout=float("inf")), A, ["timeout", "got inf"]),
+    "timeout that is too long": (option(timeout=1e18), A, ["timeout", "got 1e+18"]),
+    "timeout flag": (option(timeout=True), A, ["timeout", "got True"]),
     "timeout that is no number": (option(timeout=float("nan")), A, ["timeout", "got nan"]),
 }
 
@@ -173,8 +209,11 @@ def test_when_no_kernel_is_left_all_reasons_are_given(worlds):
 def unknown_keyword(mesh):
     call, *_ = make_call(mesh, 9)
     for name in ("is_causal", "attn_mask", "dropout_p", "enable_gqa", "softmax_scale", "window_size"):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        with pytest.raises(ringcp.KeywordError, match=f"^{name}: expected an argument of ringcp.attention") as info:
             attend({**call, name: None})
+        assert isinstance(info.value, ringcp.ArgumentError)
+        assert isinstance(info.value, TypeError)
+        assert isinstance(info.value, ValueError)
     with pytest.raises(TypeError, match="positional"):
         ringcp.attention(call["q"], call["k"], call["v"], mesh)
     with pytest.raises(TypeError, match="mesh"):

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from calls import attend, check_exact, make_call, new_mesh
+from test_agreement import MISMATCHES
 
 import ringcp
 from ringcp import executor
@@ -78,6 +79,10 @@ def peer_error(run, mesh, pattern):
         run()
     assert time.perf_counter() - started < LATEST_S
     assert re.match(f"rank {mesh.get_local_rank()}, {pattern}", str(info.value)), str(info.value)
+    if mesh.size() == 2:
+        named = re.search(r"(?:the vote of|receiving from|sending to) rank (\d)[:,]", str(info.value))
+        assert named is not None, str(info.value)
+        assert int(named[1]) == 1 - mesh.get_local_rank()
     assert_broken(mesh, str(info.value))
     return str(info.value)
 
@@ -218,6 +223,49 @@ def test_a_peer_that_raises_in_a_kernel(worlds, direction, step, size):
 @pytest.mark.parametrize("error", [InjectedExit, RuntimeError])
 def test_whatever_is_raised_the_group_is_broken(worlds, error):
     worlds(2).run(fail_in_a_kernel, 0, "forward", 0, error)
+
+
+def fail_without_words(mesh, error):
+    with breakable(mesh) as group:
+        if mesh.get_local_rank() == 0:
+
+            def fail():
+                raise error
+
+            with fail_at("forward", 0, "kernel", fail), pytest.raises(error):
+                train(group)
+            assert_broken(group, error.__name__)
+        else:
+            peer_error(lambda: train(group), group, TRANSFER.format(direction="(forward|backward)"))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_error_without_words_breaks_the_group_too(worlds, error):
+    worlds(2).run(fail_without_words, error)
+
+
+def disagree_in_a_context(mesh, what, odd):
+    """Without a vote the ranks run into the timeout: messages of calls that differ never meet, and gloo never aborts.
+
+    A longer message than the receiver expects would abort its process, and a shorter one leave old numbers.
+    """
+    with breakable(mesh) as group:
+        call, _, sized = make_call(group, 13)
+        call |= {"layout": sized, "agree": "context", "timeout": TIMEOUT_S}
+        if mesh.get_local_rank() == odd:
+            call |= MISMATCHES[what][0](call)
+        return peer_error(lambda: attend(call), group, TRANSFER.format(direction="forward"))
+
+
+@pytest.mark.parametrize(
+    ("size", "what"), [(2, "mask"), (2, "dtype"), (2, "query heads"), (2, "kv heads"), (2, "scale"), (3, "dtype")]
+)
+def test_ranks_that_disagree_without_a_vote_time_out(worlds, size, what):
+    pool = worlds(size)
+    for said in pool.run(disagree_in_a_context, what, size - 1, return_exceptions=True):
+        assert isinstance(said, str), said
+    assert pool.alive
+    pool.run(check_exact, 13)
 
 
 def run_backward_in_another_order(mesh):

@@ -18,6 +18,7 @@ import ringcp
 from ringcp import groups
 from ringcp.agreement import agree
 from ringcp.groups import GlooChannel, GroupState, StoreChannel, group_of, state_of
+from ringcp.testing import assert_close, reference_attention
 
 
 class Counting:
@@ -188,8 +189,22 @@ def test_messages_through_a_store_and_the_old_ones_deleted(kind, tmp_path):
 
     expected = [[[rank, -i] for rank in range(3)] for i in range(8)]
     assert in_threads(3, exchange) == [expected] * 3
-    counters = store.num_keys() - (kind == "file")  # a FileStore keeps a key of its own
-    assert counters <= 2 * 3
+    kept = store.num_keys() - (kind == "file")  # a FileStore keeps a key of its own
+    assert kept <= 3 + 2 * 3  # the count of lives of each rank, and two rounds
+    assert all(store.check([f"ringcp/1/8/{rank}"]) and not store.check([f"ringcp/1/6/{rank}"]) for rank in range(3))
+
+
+def test_votes_of_an_earlier_group_in_the_same_store_are_not_read():
+    store = dist.HashStore()
+
+    def exchange(rank):
+        said = []
+        for life in range(3):
+            channel = StoreChannel(store, rank, 2)
+            said.append([x.item() for x in channel.exchange(torch.tensor([10 * life + rank]), 0, 10)])
+        return said
+
+    assert in_threads(2, exchange) == [[[0, 1], [10, 11], [20, 21]]] * 2
 
 
 @pytest.mark.parametrize("kind", ["hash", "file"])
@@ -215,10 +230,10 @@ def test_votes_through_a_store():
         state = GroupState(rank, 3, StoreChannel(store, rank, 3))
         said = []
         for words in (["a=1"] * 3, ["a=1", "a=2", "a=1"], ["a=1"] * 3, ["a=1", None, "a=1"], ["a=1"] * 3):
-            state.next_call()
+            call = state.next_call()
             refusal = ringcp.ArgumentError("a: got b") if words[rank] is None else None
             try:
-                said.append(agree(state, lambda mine=words[rank]: mine, 10 + rank, refusal, 10))
+                said.append(agree(state, call, words[rank] or "", 10 + rank, refusal, 10))
             except ringcp.RingcpError as error:
                 said.append(f"{type(error).__name__}: {error}")
         return said
@@ -249,6 +264,42 @@ def vote_through_the_groups_store(mesh):
 
 def test_a_group_without_a_cpu_back_end_votes_through_its_store(worlds):
     worlds(2).run(vote_through_the_groups_store)
+
+
+def attend_in_threads(mesh, same):
+    """Two threads on one group. Which calls meet is left to chance: they are exact, or differ and say so."""
+    cases = []
+    for seq_len in (13, 13 if same else 15):
+        call, whole, sized = make_call(mesh, seq_len)
+        expected, _ = reference_attention(*whole, mask=ringcp.Causal())
+        cases.append(({**call, "layout": sized}, sized.shard(expected, mesh.get_local_rank(), 2)))
+    check_exact(mesh, 13)
+
+    def run(i):
+        call, expected = cases[i]
+        exact = 0
+        for _ in range(20):
+            try:
+                out = attend(call)
+            except ringcp.AgreementError:
+                continue
+            assert_close(out, expected)
+            exact += 1
+        return exact
+
+    started = time.perf_counter()
+    exact = in_threads(2, run)
+    assert time.perf_counter() - started < 20
+    check_exact(mesh, 13)
+    return exact
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_two_threads_on_one_group_take_turns(worlds, same):
+    for exact in worlds(2).run(attend_in_threads, same):
+        assert all(isinstance(n, int) for n in exact), exact
+        if same:
+            assert exact == [20, 20]
 
 
 def refused_in_a_context(mesh):

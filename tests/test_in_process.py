@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import (
     HEADS,
     INPUTS,
@@ -30,7 +31,7 @@ from ringcp.layout import layout_named
 from ringcp.lower import lower
 from ringcp.merge import accumulator_dtype
 from ringcp.schedule import build
-from ringcp.testing import in_process
+from ringcp.testing import in_process, reference_attention, world
 from ringcp.topology import ring
 from ringcp.transport import InProcess
 
@@ -142,20 +143,96 @@ def test_double_backward_is_refused():
         (dq.square().sum() + q.sum()).backward()
 
 
-def test_errors():
-    q, k, v = whole(Case(13), 1)[:3]
-    with pytest.raises(ringcp.UnsupportedError, match=r"^mode: expected 'ring' or 'auto', got 'spiral'"):
-        in_process(q, k, v, world_size=2, mode="spiral")
-    for layout in (ringcp.HeadTail(12, 2), ringcp.HeadTail(13, 3)):
-        with pytest.raises(ringcp.LayoutError, match=r"expected one for 13 tokens on 2 ranks, got HeadTail\(1"):
-            in_process(q, k, v, world_size=2, layout=layout)
-    with pytest.raises(ringcp.UnsupportedError, match="kernel='lightning'"):
-        in_process(q, k, v, world_size=2, kernel="lightning")
+def test_scale():
+    case = Case(21)
+    tensors = whole(case, 3)
+    for scale, mask in itertools.product((0.07, 1, -1.5), (None, ringcp.Causal(), ringcp.Window(4, 2))):
+
+        def oracle(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, scale=scale, mask=mask) -> object:
+            return reference_attention(q, k, v, mask=mask, scale=scale)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, scale=scale, mask=mask) -> object:
+            return in_process(q, k, v, world_size=3, mask=mask, scale=scale, return_lse=return_lse)
+
+        want = differentiated(case, tensors, oracle)
+        assert_none([differences(f"{scale}, {mask}", differentiated(case, tensors, attend), want)])
+
+
+def test_autocast_casts_as_sdpa_does():
+    q, k, v = whole(Case(13, heads="mha"), 1)[:3]
+    given = ((q.float(), k.float(), v.float()), (q.bfloat16(), k.half(), v.float()), (q, k, v))
+    with torch.autocast("cpu", torch.bfloat16):
+        for tensors in given:
+            want = F.scaled_dot_product_attention(*tensors)
+            got = in_process(*tensors, world_size=2)
+            assert got.dtype == want.dtype
+            assert (got - want).abs().max() <= torch.finfo(want.dtype).eps * 4
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ringcp.ArgumentError, match="expected one dtype"):
+        in_process(q, k.float(), v, world_size=2)  # fp64 is never cast
+
+
+REFUSED = {
+    "heads": ({"q": (1, 4, 13, 8)}, ringcp.ArgumentError, r"^q, k: expected query heads.*multiple.*got 4 and 3;"),
+    "batch": ({"q": (2, 3, 13, 8)}, ringcp.ArgumentError, r"^q, k, v: expected equal batch sizes in dim 0, got q \(2,"),
+    "dims": ({"v": (3, 13, 8)}, ringcp.ArgumentError, r"^q, k, v: expected 4 dims .* v \(3, 13, 8\);"),
+    "head_dim": ({"k": (1, 3, 13, 4)}, ringcp.ArgumentError, r"^q, k: expected equal head dims in dim 3"),
+    "cross": ({"q": (1, 3, 7, 8)}, ringcp.LayoutError, r"^q, k, v: expected equal local lengths in dim 2"),
+    "dtypes": (
+        {"k": torch.float16},
+        ringcp.ArgumentError,
+        r"^q, k, v: expected one dtype, got torch.float32, torch.float16, torch.float32;",
+    ),
+    "mask": (
+        {"mask": torch.ones(13, 13, dtype=torch.bool)},
+        ringcp.ArgumentError,
+        r"^mask: expected a ringcp mask or None, got a tensor \(13, 13\) of torch.bool;",
+    ),
+    "layout": (
+        {"layout": "zigzag"},
+        ringcp.LayoutError,
+        r"^layout: expected a Layout or one of .*, auto, got 'zigzag'; choose one of these",
+    ),
+    "layout_class": ({"layout": ringcp.HeadTail}, ringcp.LayoutError, r"^layout: expected .*, got <function HeadTail"),
+    "length": (
+        {"layout": ringcp.HeadTail(12, 2)},
+        ringcp.LayoutError,
+        r"^layout: expected one for 13 tokens on 2 ranks, got HeadTail\(1",
+    ),
+    "ranks": (
+        {"layout": ringcp.HeadTail(13, 3)},
+        ringcp.LayoutError,
+        r"^layout: expected one for the 2 ranks of mesh, got HeadTail\(1",
+    ),
+    "mode": ({"mode": "spiral"}, ringcp.UnsupportedError, r"^mode: expected one of 'auto', 'ring', got 'spiral';"),
+    "kernel": ({"kernel": "lightning"}, ringcp.UnsupportedError, r"kernel='lightning'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what):
+    changed, error, words = REFUSED[what]
+    call = {name: torch.randn(1, 3, 13, 8) for name in "qkv"}
+    for name, value in changed.items():
+        if isinstance(value, tuple):
+            call[name] = torch.randn(value)
+        else:
+            call[name] = call[name].to(value) if isinstance(value, torch.dtype) else value
+    with pytest.raises(error, match=words):
+        in_process(**call, world_size=2)
+
+
+def test_testing_is_an_attribute_of_ringcp():
+    assert ringcp.testing.world is world
+    assert ringcp.__getattr__("testing") is ringcp.testing  # what answers before anything has imported it
+    with pytest.raises(AttributeError, match="'ringcp' has no attribute 'testings'"):
+        _ = ringcp.testings
 
 
 def job(rank: int, world_size: int, transport: InProcess, mask=None) -> Job:
     layout = ringcp.Contiguous(12, world_size)
-    plan = lower(build(layout, mask or ringcp.Full(), ring(world_size), rank), KERNELS["reference"].caps)
+    plan = lower(
+        build(layout, ringcp.Full() if mask is None else mask, ring(world_size), rank), KERNELS["reference"].caps
+    )
     return Job(plan, KERNELS["reference"], 1.0, transport.endpoint(rank), 7)
 
 

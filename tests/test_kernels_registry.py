@@ -82,6 +82,8 @@ def test_the_registry_cannot_be_written():
         ("sdpa_cudnn", gpu(needs_band=False, head_dim=120, value_dim=126, needs_lse_grad=True), "sdpa_cudnn"),
         ("sdpa", gpu(deterministic=True), "sdpa_flash"),
         ("reference", gpu(dtype=torch.float16), "reference"),
+        ("auto", cpu(scale=0.0), "reference"),
+        ("auto", gpu(scale=-0.5), "reference"),
     ],
 )
 def test_the_first_kernel_that_can_is_chosen(kernel, problem, want):
@@ -112,7 +114,14 @@ REFUSALS = [
         cpu(dtype=torch.float8_e5m2),
         "dtype float8_e5m2 is not float32 or float64 or bfloat16 or float16",
     ),
-    ("reference", cpu(dtype=torch.int32), "dtype int32 is not floating"),
+    ("sdpa_flash_cpu", cpu(scale=0.0), "scale 0 <= 0, which turns masked scores of -inf around"),
+    ("sdpa_flash", gpu(scale=-0.5), "scale -0.5 <= 0, which turns masked scores of -inf around"),
+    (
+        "reference",
+        cpu(dtype=torch.float8_e4m3fn),
+        "dtype float8_e4m3fn is not float16 or bfloat16 or float32 or float64",
+    ),
+    ("reference", cpu(dtype=torch.int32), "dtype int32 is not float16 or bfloat16 or float32 or float64"),
 ]
 
 
@@ -121,7 +130,8 @@ def test_each_refusal_says_why(kernel, problem, reason):
     assert ", ".join(KERNELS[kernel].refusals(problem)) == reason
     with pytest.raises(UnsupportedError) as caught:
         choose(kernel, problem)
-    fix = 'Pass kernel="reference"' if problem.dtype.is_floating_point else "Pass tensors of a floating dtype"
+    known = problem.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    fix = 'Pass kernel="reference"' if known else "Pass tensors of a floating dtype"
     assert f"{kernel}: {reason}. {fix}" in str(caught.value)
 
 
@@ -164,6 +174,14 @@ def test_refusals_by_build(monkeypatch):
         assert KERNELS[f"sdpa_{name}"].refusals(gpu(needs_band=False)) == [
             f"{name} attention of ROCm builds has other conventions, which ringcp does not know"
         ]
+
+
+@pytest.mark.parametrize("active, refuses", [(None, False), ("FA2", False), ("FA3", True), ("FA4", True)])
+def test_flash_refuses_what_was_put_in_its_place(monkeypatch, active, refuses):
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active, raising=False)
+    reason = f"{active} is active in place of FA2: restore_flash_attention_impl() brings that back"
+    assert KERNELS["sdpa_flash"].refusals(gpu()) == ([reason] if refuses else [])
+    assert (choose("auto", gpu()).name == "sdpa_flash") != refuses
 
 
 def test_an_unknown_name_lists_the_names():

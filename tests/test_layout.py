@@ -173,9 +173,9 @@ def test_printing_shows_who_owns_what():
     )
     assert str(Striped(3, 4)) == (
         "Striped(3, 4)\n"
-        "  rank 0: 1 tokens  [0, 3) step 4               #..\n"
-        "  rank 1: 1 tokens  [1, 3) step 4               .#.\n"
-        "  rank 2: 1 tokens  [2, 3) step 4               ..#\n"
+        "  rank 0: 1 token  [0, 3) step 4                #..\n"
+        "  rank 1: 1 token  [1, 3) step 4                .#.\n"
+        "  rank 2: 1 token  [2, 3) step 4                ..#\n"
         "  rank 3: 0 tokens  none                        ..."
     )
 
@@ -191,11 +191,11 @@ def test_printing_a_large_layout_stays_short():
 @pytest.mark.parametrize(
     "args, message",
     [
-        ((-1, 2), "seq_len: expected an integer of at least 0, got -1"),
-        ((True, 2), "seq_len: expected an integer of at least 0, got True"),
-        ((8.0, 2), "seq_len: expected an integer of at least 0, got 8.0"),
-        ((8, 0), "world_size: expected an integer of at least 1, got 0"),
-        ((8, "2"), "world_size: expected an integer of at least 1, got '2'"),
+        ((-1, 2), "seq_len: expected an integer of at least 0, got -1; give an int"),
+        ((True, 2), "seq_len: expected an integer of at least 0, got True; give an int"),
+        ((8.0, 2), "seq_len: expected an integer of at least 0, got 8.0; give an int"),
+        ((8, 0), "world_size: expected an integer of at least 1, got 0; give an int"),
+        ((8, "2"), "world_size: expected an integer of at least 1, got '2'; give an int"),
     ],
 )
 def test_bad_sizes_are_named(make, args, message):
@@ -209,16 +209,26 @@ def test_bad_sizes_are_named(make, args, message):
 @pytest.mark.parametrize(
     "use, message",
     [
-        (lambda a: a.spans(2), "rank: expected 0 <= rank < world_size = 2, got 2"),
-        (lambda a: a.local_len(-1), "rank: expected 0 <= rank < world_size = 2, got -1"),
-        (lambda a: a.positions(7), "rank: expected 0 <= rank < world_size = 2, got 7"),
-        (lambda a: a.shard(torch.ones(2, 9), 0, 1), "x: expected 7 tokens in dim 1 for HeadTail(7, 2), got 9"),
-        (lambda a: a.shard(torch.ones(2, 7), 0, -2), "x: expected 7 tokens in dim 0 for HeadTail(7, 2), got 2"),
-        (lambda a: a.shard(torch.ones(2, 7), 0, 2), "dim: expected a dim of x with 2 dims, got 2"),
-        (lambda a: a.unshard([torch.ones(7)], 0), "parts: expected one per rank, 2, got 1"),
+        (lambda a: a.spans(2), "rank: expected 0 <= rank < world_size = 2, got 2; pass mesh.get_local_rank()"),
+        (lambda a: a.local_len(-1), "rank: expected 0 <= rank < world_size = 2, got -1; pass mesh.get_local_rank()"),
+        (lambda a: a.spans(1.0), "rank: expected 0 <= rank < world_size = 2, got 1.0; pass mesh.get_local_rank()"),
+        (lambda a: a.positions(7), "rank: expected 0 <= rank < world_size = 2, got 7; pass mesh.get_local_rank()"),
+        (
+            lambda a: a.shard(torch.ones(2, 9), 0, 1),
+            "x: expected 7 tokens in dim 1 for HeadTail(7, 2), got 9; check dim and layout",
+        ),
+        (
+            lambda a: a.shard(torch.ones(2, 7), 0, -2),
+            "x: expected 7 tokens in dim 0 for HeadTail(7, 2), got 2; check dim and layout",
+        ),
+        (
+            lambda a: a.shard(torch.ones(2, 7), 0, 2),
+            "dim: expected a dim of x with 2 dims, got 2; give the sequence dim",
+        ),
+        (lambda a: a.unshard([torch.ones(7)], 0), "parts: expected one per rank, 2, got 1; pass every rank's shard"),
         (
             lambda a: a.unshard([torch.ones(3), torch.ones(3)], 0),
-            "parts[1]: expected 4 tokens in dim 0 for HeadTail(7, 2), got 3",
+            "parts[1]: expected 4 tokens in dim 0 for HeadTail(7, 2), got 3; check dim and layout",
         ),
     ],
 )

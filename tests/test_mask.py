@@ -200,3 +200,14 @@ def test_masks_combine_with_masks_only(other):
         Causal() & other
     with pytest.raises(TypeError):
         Causal() | other
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [lambda a, b: a and b, lambda a, b: a or b, lambda a, b: not a, lambda a, b: b if a else None],
+    ids=["and", "or", "not", "if"],
+)
+def test_masks_have_no_truth_value(combine):
+    """`a and b` would be b alone."""
+    with pytest.raises(TypeError, match=r"expected & or \| between masks, got and, or, not or if; write a & b"):
+        combine(Causal(), Window(3))

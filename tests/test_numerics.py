@@ -9,7 +9,9 @@ from cases import LAYOUTS, MASKS, Case, assert_none, whole
 from torch import Tensor
 
 import ringcp
+from ringcp.kernels.registry import KERNELS
 from ringcp.layout import layout_named
+from ringcp.lower import Form
 from ringcp.merge import merge_
 from ringcp.testing import assert_close, in_process, reference_attention
 
@@ -73,6 +75,42 @@ def test_half_precision_against_one_kernel(dtype, structure):
             got = over(tensors, world_size, mask)
             for name in NAMES:
                 assert_close(got[name], want[name], baseline=baseline[name], name=f"{name}, W={world_size}, {mask}")
+
+
+def with_lse(tensors: list[Tensor], dlse: Tensor, attend) -> dict[str, Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    out, lse = attend(q, k, v)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (tensors[3].to(out.dtype), dlse.to(lse.dtype)))
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads), strict=True))
+
+
+def one_launch(name: str, tensors: list[Tensor], dlse: Tensor, form: Form) -> dict[str, Tensor]:
+    """One launch of a kernel over the whole sequence."""
+    kernel, (q, k, v, dout), scale = KERNELS[name], tensors, tensors[0].shape[-1] ** -0.5
+    out, lse = kernel.forward(q, k, v, form=form, scale=scale)
+    grads = kernel.backward(dout, q, k, v, out, lse, dlse, form=form, scale=scale)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["sdpa_flash_cpu", "reference"])
+@pytest.mark.parametrize(
+    ("mask", "form"), [(ringcp.Window(16), Form(0, 16)), (ringcp.Window(16, 5), Form(-5, 16))], ids=["causal", "both"]
+)
+def test_half_precision_windows_in_direct_plans(mask, form, kernel):
+    tensors = inputs(torch.bfloat16, seq_len=93)
+    dlse = torch.randn(tensors[0].shape[:3], generator=torch.Generator().manual_seed(5))
+    doubled = [x.double() for x in tensors]
+    want = with_lse(doubled, dlse, lambda q, k, v: reference_attention(q, k, v, mask=mask))
+    baseline = one_launch(kernel, tensors, dlse, form)
+    for world_size, layout in itertools.product((2, 4, 8), LAYOUTS):
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, world_size=world_size, layout=layout) -> object:
+            options = {"mask": mask, "layout": layout, "kernel": kernel, "return_lse": True}
+            return in_process(q, k, v, world_size=world_size, **options)
+
+        got = with_lse(tensors, dlse, attend)
+        for name in got:
+            assert_close(got[name], want[name], baseline=baseline[name], name=f"{name}, W={world_size}, {layout}")
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

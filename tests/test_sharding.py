@@ -148,7 +148,7 @@ def check_errors(mesh):
     calls = [
         (local, r"\[3\] on ranks \[1\], got \[4\]", lambda: unshard(longer if odd else x)),
         (local, r"expected one for the 3 ranks of mesh, got Contiguous\(8, 5\)", lambda: unshard(x, for_5)),
-        (local, "expected a ringcp layout or one of .*, got 'zigzag'", lambda: unshard(x, "zigzag")),
+        (local, "expected a Layout or one of .*, got 'zigzag'", lambda: unshard(x, "zigzag")),
         (local, "^dim: expected a dim of x with 1 dims, got 1", lambda: unshard(x, dim=1)),
         (local, "^dim: expected a dim of x with 1 dims, got -2", lambda: gather(x, dim=-2)),
         (refused, "dim: expected a dim", lambda: gather(x, dim=2 if odd else 0)),
@@ -157,7 +157,7 @@ def check_errors(mesh):
         (agreed, "rank 1 .*dtype=torch.int64, not dtype=torch.float32", lambda: gather(x.long() if odd else x)),
         (agreed, r"rank 1 .*x=\[2\].*not x=\[1\]", lambda: gather(x[:, None].expand(-1, 2 if odd else 1))),
         (agreed, "rank 1 .*call=all_gather, not call=unshard", lambda: gather(x) if odd else unshard(x)),
-        (agreed, "rank 1 .*needs_grad=True, not needs_grad=False", lambda: gather(leaf(3) if odd else x)),
+        (agreed, "rank 1 .*requires_grad=True, not requires_grad=False", lambda: gather(leaf(3) if odd else x)),
         (local, "x: expected 8 tokens in dim 0 for .*, got 9", lambda: shard(torch.ones(9), layout)),
         (local, "dim: expected a dim of x", lambda: shard(torch.ones(9), dim=3)),
         (refused, "got 'zigzag'", lambda: shard(leaf(8), "zigzag" if odd else "auto")),
@@ -178,3 +178,51 @@ def check_errors(mesh):
 @pytest.mark.report("1.64")
 def test_errors(worlds):
     assert_none(worlds(3).run(check_errors))
+
+
+def check_complex_gradients(mesh):
+    """The conjugate of a gradient must not get lost on its way as bytes, nor its imaginary part in the sum."""
+    rank, ranks, found = mesh.get_local_rank(), range(mesh.size()), []
+    numbers = torch.Generator().manual_seed(3)
+    x = torch.randn(9, 2, dtype=torch.complex64, generator=numbers)
+    factors = torch.randn(mesh.size(), 9, 2, dtype=torch.complex64, generator=numbers)
+    layout = ringcp.HeadTail(9, mesh.size())
+
+    def loss_of(y: torch.Tensor, r: int) -> torch.Tensor:
+        return (factors[r] * y.square()).real.sum()
+
+    parts = [layout.shard(x, r, 0).requires_grad_() for r in ranks]
+    mine = parts[rank].detach().requires_grad_()
+    for what, run in {
+        "unshard": lambda: ringcp.unshard(mine, mesh, dim=0, layout=layout),
+        "all_gather": lambda: layout.unshard(
+            ringcp.all_gather(mine, mesh, dim=0).split([layout.local_len(r) for r in ranks]), 0
+        ),
+    }.items():
+        (got,) = torch.autograd.grad(loss_of(run(), rank), mine)
+        (want,) = torch.autograd.grad(sum(loss_of(layout.unshard(parts, 0), r) for r in ranks), parts[rank])
+        if got.dtype != torch.complex64 or not torch.allclose(got, want, rtol=1e-5, atol=1e-5):
+            found.append(f"rank {rank}: the gradient of {what}: {got.dtype}, {got} instead of {want}")
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_complex_gradients(worlds, world_size):
+    assert_none(worlds(world_size).run(check_complex_gradients))
+
+
+def create_graph(mesh):
+    leaf = torch.ones(8, requires_grad=True)
+    for run in (
+        lambda: ringcp.shard(leaf, mesh, dim=0),
+        lambda: ringcp.unshard(leaf, mesh, dim=0),
+        lambda: ringcp.all_gather(leaf, mesh, dim=0),
+    ):
+        y = run().square().sum()
+        with pytest.raises(ringcp.UnsupportedError, match=r"double backward: .*create_graph=True"):
+            torch.autograd.grad(y, leaf, create_graph=True)
+        torch.autograd.grad(run().square().sum(), leaf)  # and without it, all goes well
+
+
+def test_create_graph_is_refused(worlds):
+    worlds(2).run(create_graph)

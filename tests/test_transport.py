@@ -1,11 +1,13 @@
 """Transports: what they post, in which order, and how they wait. Real messages are tested with the attention."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from ringcp.executor import drive_all
-from ringcp.transport import P2P, InProcess, Parcel, warm_up
+from ringcp.transport import P2P, InProcess, Parcel, _Works, warm_up
 
 
 def parcel(peer, what="keys and values", tag=7):
@@ -20,12 +22,12 @@ class Work:
         self.log.append((self.name, *timeout))
 
 
-def _post_order(mesh, monkey_works):
+def _post_order(mesh):
     group, log, posted = mesh.get_group(), [], []
 
     def batch(ops):
         posted.extend((op.op.__name__, op.group_peer, op.tag) for op in ops)
-        return [Work(log, i) for i in range(len(ops) if monkey_works is None else monkey_works)]
+        return [Work(log, i) for i in range(len(ops))]
 
     original, dist.batch_isend_irecv = dist.batch_isend_irecv, batch
     try:
@@ -36,15 +38,25 @@ def _post_order(mesh, monkey_works):
 
 
 def test_sends_are_posted_before_receives_in_one_batch(worlds):
-    for posted, log in worlds(2).run(_post_order, None):
+    for posted, log in worlds(2).run(_post_order):
         assert posted == [("isend", 1, 7), ("isend", 0, 7), ("irecv", 1, 7)]
         assert [entry[0] for entry in log] == [2, 1, 0], "the receive is waited for first"
         assert all(0 < entry[1].total_seconds() <= 2 for entry in log)
 
 
-def test_one_work_for_the_batch_waits_on_the_stream_alone(worlds):
-    for _, log in worlds(2).run(_post_order, 1):
-        assert log == [(0,)], "as NCCL gives it: no timeout, since the watchdog decides"
+@pytest.mark.parametrize("num_works", [1, 3])
+def test_on_cuda_the_stream_waits_alone(num_works):
+    log, on_gpu = [], SimpleNamespace(is_cuda=True)
+    parcels = [Parcel(on_gpu, peer, 7, "keys and values") for peer in (0, 1, 1)]
+    works = [Work(log, i) for i in range(num_works)]
+    _Works(SimpleNamespace(_timeout=2.0), works, parcels[:2], parcels[2:], "forward step 1").wait()
+    assert log == [(i,) for i in range(num_works)], "as NCCL gives them: no timeout, since the watchdog decides"
+
+
+def test_on_a_cpu_each_transfer_has_its_work():
+    parcels = [parcel(0), parcel(1)]
+    with pytest.raises(ValueError, match="zip"):
+        _Works(SimpleNamespace(_timeout=2.0), [Work([], 0)], parcels, [], "forward step 1").wait()
 
 
 def _warm(mesh):

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from ringcp.attention import as_sdpa_casts
-from ringcp.checks import check_layout, check_mode, check_tensors, default_scale, refuse_create_graph, shown
+from ringcp.checks import (
+    check_layout,
+    check_mode,
+    check_tensors,
+    default_scale,
+    mask_problem,
+    refuse_create_graph,
+    scale_problem,
+)
 from ringcp.errors import ArgumentError, LayoutError
 from ringcp.executor import Job, Run, backward, drive_all, forward
 from ringcp.kernels.base import problem_of
@@ -52,8 +60,9 @@ def in_process(
     q, k, v = as_sdpa_casts(q, k, v)
     check_tensors(q, k, v)
     check_layout(layout, world_size)
-    if mask is not None and not isinstance(mask, Mask):
-        raise ArgumentError(f"mask: expected a ringcp mask or None, got {shown(mask)}; build one with ringcp.Causal()")
+    wrong = mask_problem(mask) or scale_problem(scale)
+    if wrong:
+        raise ArgumentError(wrong)
     seq_len = q.shape[2]
     lay = layout_named(layout, seq_len, world_size) if isinstance(layout, str) else layout
     if (lay.seq_len, lay.world_size) != (seq_len, world_size):
