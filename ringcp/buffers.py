@@ -7,6 +7,7 @@ elements: K as (B, rows, Hkv, D), then V as (B, rows, Hkv, Dv).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,6 +113,12 @@ class Blocks:
         return buffer[: _block_size(self._k, self._v, num_rows)]
 
 
+class _Held(NamedTuple):
+    call: Call
+    dk: Tensor
+    dv: Tensor
+
+
 class Sums:
     """dK and dV: of the own block, of the block in hand, and of the one before, which is on its way."""
 
@@ -121,13 +128,21 @@ class Sums:
         messages = [m for step in steps for m in (*step.sends, *step.recvs) if m.what == "dkv"]
         size = _block_size(k, v, max([m.num_rows for m in messages], default=0))
         self._sum, self._spare = k.new_empty(size, dtype=self._dtype), k.new_empty(size, dtype=self._dtype)
-        self._held: list[tuple[Call, Tensor, Tensor]] = []
+        self._held: list[_Held] = []
+        self._held_own: list[_Held] = []
         self._own: tuple[Tensor, Tensor] | None = None
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
         """dK and dV of the own block, complete after the last step."""
-        assert self._own is not None, "the first step works on the own block"
+        if self._own is None:
+            if len(self._held_own) == 1 and self._held_own[0].dk.shape == self._k.shape:
+                _, dk, dv = self._held_own.pop()
+                self._own = dk.to(self._dtype), dv.to(self._dtype)
+            else:
+                self._own = _empty_rows(self._k, self._dtype), _empty_rows(self._v, self._dtype)
+                self._add_held(self._held_own, *self._own, start=True)
+        self._add_held(self._held_own, *self._own, start=False)
         return self._own
 
     def outgoing(self, i: int, message: Message) -> Tensor:
@@ -140,12 +155,13 @@ class Sums:
 
     def hold(self, call: Call, dk: Tensor, dv: Tensor) -> None:
         """Keep a call's result until the transfers of the step are done and the buffers are free."""
-        self._held.append((call, dk, dv))
+        self._held.append(_Held(call, dk, dv))
 
     def settle(self, step: PlanStep) -> None:
         """Add what the step computed and received to where it belongs."""
-        if step.own:
-            self._settle_own()
+        if step.own:  # results of the first and the last step are put together in one go, if nothing comes between
+            self._held_own += self._held
+            self._held.clear()
         received = [m for m in step.recvs if m.what == "dkv"]
         for message in received:
             if message.own_rows is not None:
@@ -155,31 +171,21 @@ class Sums:
             if passing:
                 self._sum, self._spare = self._spare, self._sum
             dk, dv = _block_views(self._sum, self._k, self._v, step.num_rows)
-            self._add_held(dk, dv, start=not passing)
+            self._add_held(self._held, dk, dv, start=not passing)
 
-    def _settle_own(self) -> None:
-        start = self._own is None
-        if start and len(self._held) == 1 and self._held[0][1].shape == self._k.shape:
-            _, dk, dv = self._held.pop()
-            self._own = dk.to(self._dtype), dv.to(self._dtype)
-            return
-        if self._own is None:
-            self._own = _empty_rows(self._k, self._dtype), _empty_rows(self._v, self._dtype)
-        self._add_held(*self._own, start=start)
-
-    def _add_held(self, dk: Tensor, dv: Tensor, start: bool) -> None:
-        whole = len(self._held) == 1 and self._held[0][1].shape == dk.shape
-        if start and not whole:
+    def _add_held(self, results: list[_Held], dk: Tensor, dv: Tensor, start: bool) -> None:
+        fill = start and _cover(results, dk)
+        if start and not fill:
             dk.zero_()
             dv.zero_()
-        for call, dk_c, dv_c in self._held:
+        for call, dk_c, dv_c in results:
             for total, value in ((dk, dk_c), (dv, dv_c)):
                 target = part(total, call.batch, call.kv_heads, call.k)
-                if start and whole:
+                if fill:
                     target.copy_(value)
                 else:
                     target.add_(value)
-        self._held.clear()
+        results.clear()
 
     def _add_to_own(self, rows: tuple[Range, ...], num_rows: int) -> None:
         received = _block_views(self._spare, self._k, self._v, num_rows)
@@ -188,6 +194,17 @@ class Sums:
             for start, stop in rows:
                 total[:, :, start:stop].add_(value[:, :, at : at + stop - start])
                 at += stop - start
+
+
+def _cover(results: list[_Held], dk: Tensor) -> bool:
+    """Whether the results are all rows of one run of heads after another, and so of each element once."""
+    at = 0
+    for held in results:
+        start, stop = held.call.kv_heads or (0, dk.shape[1])
+        if start != at or held.dk.shape[::2] != dk.shape[::2]:
+            return False
+        at = stop
+    return at == dk.shape[1]
 
 
 def _empty_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
