@@ -96,8 +96,8 @@ def attention(
         if not torch.compiler.is_compiling():
             _vote_against(group_name, silent, *refusal)
         # Traced: the op itself raises when the compiled code runs.
-        mask, layout, seq_len, mode = None, "auto", None, "auto"
-        scale, kernel, agree, timeout = None, "auto", "call", None
+        mask, layout, mode, scale, kernel, timeout = None, "auto", "auto", None, "auto", None
+        seq_len, agree = (0, "context") if silent else (None, "call")
     q, k, v = as_sdpa_casts(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out, lse, _ = attention_op(

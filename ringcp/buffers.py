@@ -132,9 +132,8 @@ class Sums:
         self._held_own: list[_Held] = []
         self._own: tuple[Tensor, Tensor] | None = None
 
-    @property
     def own(self) -> tuple[Tensor, Tensor]:
-        """dK and dV of the own block, complete after the last step."""
+        """dK and dV of the own block, with all results held so far put in; complete after the last step."""
         if self._own is None:
             if len(self._held_own) == 1 and self._held_own[0].dk.shape == self._k.shape:
                 _, dk, dv = self._held_own.pop()
@@ -189,7 +188,7 @@ class Sums:
 
     def _add_to_own(self, rows: tuple[Range, ...], num_rows: int) -> None:
         received = _block_views(self._spare, self._k, self._v, num_rows)
-        for total, value in zip(self.own, received, strict=True):
+        for total, value in zip(self.own(), received, strict=True):
             at = 0
             for start, stop in rows:
                 total[:, :, start:stop].add_(value[:, :, at : at + stop - start])

@@ -79,9 +79,9 @@ def check_group(q: Tensor, group: dist.ProcessGroup) -> None:
         )
 
 
-def check_mode(mode: str, known: Sequence[str] = MODES) -> None:
+def check_mode(mode: str) -> None:
     """Raises UnsupportedError for a mode that ringcp does not have."""
-    _check_word("mode", mode, known)
+    _check_word("mode", mode, MODES)
 
 
 def check_agree(agree: str) -> None:

@@ -149,7 +149,7 @@ def backward(
         yield from _waited(pending, f"ringcp::bwd step {i} wait")
         log.mark()
         sums.settle(step)
-    return dq.total, *sums.own
+    return dq.total, *sums.own()
 
 
 def _post(

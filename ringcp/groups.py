@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcp.errors import LayoutError, PeerError
+from ringcp.transport import deadline_of, limit_text, wait_until
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -68,7 +68,7 @@ class GlooChannel:
         peers = [rank for rank in range(self._world_size) if rank != self._rank]
         received = [torch.empty_like(message) for _ in range(self._world_size)]
         received[self._rank] = message
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_of(timeout)
         awaited = self._rank
         sends, recvs = [], []
         try:
@@ -80,10 +80,7 @@ class GlooChannel:
                 recvs.append((peer, group.recv([received[peer]], peer, tag)))
             for peer, work in [*recvs, *sends]:
                 awaited = peer
-                if deadline is None:
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+                wait_until(work, deadline)
         except RuntimeError as error:
             raise _absent(self._rank, [awaited], timeout, error) from error
         return received
@@ -121,7 +118,7 @@ class StoreChannel:
 
 
 def _absent(rank: int, missing: Sequence[int], timeout: float | None, error: BaseException) -> PeerError:
-    limit = "the group's timeout" if timeout is None else f"{timeout:g} s"
+    limit = limit_text(timeout)
     return PeerError(
         f"rank {rank}, vote before step 0: waited for the vote of rank {', '.join(map(str, missing))}, "
         f"which died or did not call within {limit}: look for its error, or raise timeout=. ({error})"

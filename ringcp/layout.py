@@ -62,7 +62,8 @@ _KINDS = (
     _Kind("head_tail", "HeadTail", _head_tail),
     _Kind("striped", "Striped", _striped),
 )
-_CODES = {kind.name: code for code, kind in enumerate(_KINDS)} | {"auto": 1}
+_CODES = {kind.name: code for code, kind in enumerate(_KINDS)}
+_CODES["auto"] = _CODES["head_tail"]
 LAYOUT_NAMES = tuple(_CODES)
 
 UNSIZED = -1

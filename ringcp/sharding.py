@@ -169,7 +169,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        refuse_create_graph("unshard")
+        refuse_create_graph("unshard or all_gather")
         return _reduce(grads, *ctx.options), None, None, None, None
 
 

@@ -45,6 +45,24 @@ class Transport(Protocol):
         ...
 
 
+def deadline_of(timeout: float | None) -> float | None:
+    """When a wait that begins now must end; None for the group's own timeout."""
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def wait_until(work: dist.Work, deadline: float | None) -> None:
+    """Wait on gloo. A RuntimeError, late or not, leaves the group unusable."""
+    if deadline is None:
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+
+
+def limit_text(timeout: float | None) -> str:
+    """A timeout, as errors say it."""
+    return "the group's timeout" if timeout is None else f"{timeout:g} s"
+
+
 class P2P:
     """Point-to-point messages in one process group: gloo on CPUs, NCCL on GPUs.
 
@@ -67,7 +85,7 @@ class P2P:
         return _Works(self, works, sends, recvs, where)
 
     def _peer_error(self, where: str, parcel: Parcel, verb: str, error: RuntimeError) -> PeerError:
-        limit = "the group's timeout" if self._timeout is None else f"{self._timeout:g} s"
+        limit = limit_text(self._timeout)
         return PeerError(
             f"rank {dist.get_rank(self._group)}, {where}: {verb} rank {parcel.peer}: {parcel.what} of "
             f"{parcel.tensor.numel() * parcel.tensor.element_size()} bytes did not go through within {limit}; "
@@ -99,15 +117,11 @@ class _Works:
             for work in self._works:
                 work.wait()
             return
-        timeout = self._transport._timeout
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_of(self._transport._timeout)
         # Receives first: a missing message is the better clue.
         for work, (verb, parcel) in reversed(list(zip(self._works, parcels, strict=True))):
             try:
-                if deadline is None:
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+                wait_until(work, deadline)
             except RuntimeError as error:
                 raise self._transport._peer_error(self._where, parcel, verb, error) from error
 

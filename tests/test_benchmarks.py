@@ -10,14 +10,10 @@ import pytest
 import torch
 
 import ringcp
+from benchmarks import attention as runner
+from benchmarks import cases, harness, providers, report
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # a bare `pytest` does not put it there
-
-pytest.importorskip("rich")
-
-from benchmarks import attention as runner  # noqa: E402
-from benchmarks import cases, harness, providers, report  # noqa: E402
 
 
 def launch(*options, world_size=2, timeout=100):
