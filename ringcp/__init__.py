@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ringcp.attention import attention
+from ringcp.context import context_parallel, context_parallel_unshard, current_context
 from ringcp.errors import (
     AgreementError,
     ArgumentError,
@@ -14,6 +15,7 @@ from ringcp.errors import (
     RingcpError,
     UnsupportedError,
 )
+from ringcp.interception import local_attention
 from ringcp.layout import Contiguous, HeadTail, Layout, Striped
 from ringcp.mask import Causal, Full, Mask, Window
 from ringcp.record import record
@@ -42,6 +44,10 @@ __all__ = [
     "Window",
     "all_gather",
     "attention",
+    "context_parallel",
+    "context_parallel_unshard",
+    "current_context",
+    "local_attention",
     "record",
     "shard",
     "unshard",

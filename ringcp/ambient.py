@@ -13,18 +13,39 @@ from typing import Any
 import torch
 
 
+class _Entry:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.open = True
+
+
 def ambient(key: str) -> Any:
-    """The object that `ambience` has set for `key` around the caller, or None."""
-    name = f"ringcp.{key}"
-    return torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else None
+    """The object that the innermost open `ambience` has set for `key` around the caller, or None."""
+    for entry in reversed(_entries(key)):
+        if entry.open:
+            return entry.value
+    return None
 
 
 @contextmanager
 def ambience(key: str, value: Any) -> Iterator[None]:
-    """Set `value` for `key` in the body, in this thread and in the backward passes that it starts."""
-    before = ambient(key)
-    torch._C._stash_obj_in_tls(f"ringcp.{key}", value)
+    """Set `value` for `key` in the body, in this thread and in the backward passes that it starts.
+
+    Bodies may end in any order, and on another thread than they began on, as those of generators do.
+    """
+    entry = _Entry(value)
+    _set(key, [*_entries(key), entry])
     try:
         yield
     finally:
-        torch._C._stash_obj_in_tls(f"ringcp.{key}", before)
+        entry.open = False  # for a thread that still lists it
+        _set(key, _entries(key))
+
+
+def _entries(key: str) -> tuple[_Entry, ...]:
+    name = f"ringcp.{key}"
+    return torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else ()
+
+
+def _set(key: str, entries: Any) -> None:
+    torch._C._stash_obj_in_tls(f"ringcp.{key}", tuple(entry for entry in entries if entry.open))

@@ -87,8 +87,48 @@ def attention(
         PeerError: on gloo, a peer died or did not come within `timeout`. The group is unusable afterwards, and says so.
             On NCCL the watchdog decides.
     """
-    group_name = group_of(mesh).group_name
-    refusal = _refusal(q, k, v, mask, layout, seq_len, mode, scale, kernel, agree, timeout, unknown)
+    return attend(
+        q,
+        k,
+        v,
+        group_name=group_of(mesh).group_name,
+        mask=mask,
+        layout=layout,
+        seq_len=seq_len,
+        mode=mode,
+        scale=scale,
+        kernel=kernel,
+        return_lse=return_lse,
+        agree=agree,
+        timeout=timeout,
+        refusal=_unknown_keyword(unknown),
+    )
+
+
+Refusal = tuple[type[RingcpError], str]
+"""Why a rank cannot make a call: the error, and its message."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group_name: str,
+    mask: Mask | None,
+    layout: Layout | str,
+    seq_len: int | None,
+    mode: str,
+    scale: float | None,
+    kernel: str,
+    return_lse: bool,
+    agree: str | None,
+    timeout: float | timedelta | None,
+    refusal: Refusal | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` on a group known by name; `refusal` is what the caller already has against the call."""
+    if refusal is None:
+        refusal = _refusal(q, k, v, mask, layout, seq_len, mode, scale, kernel, agree, timeout)
     if agree is None:
         agree = "context" if isinstance(q, Tensor) and q.device.type == "cuda" else "call"
     if refusal is not None:
@@ -132,17 +172,15 @@ def _refusal(
     kernel: object,
     agree: object,
     timeout: object,
-    unknown: Mapping[str, object],
-) -> tuple[type[RingcpError], str] | None:
+) -> Refusal | None:
     """What the op cannot even take, or would not see."""
-    for name, value in unknown.items():
-        fix = _ELSEWHERE.get(name, "leave it out; help(ringcp.attention) lists the arguments")
-        return KeywordError, f"{name}: expected an argument of ringcp.attention, got {name}={shown(value)}; {fix}"
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, Tensor):
             return ArgumentError, f"{name}: expected a tensor, got {type(value).__name__}; pass the local shard"
         if hasattr(value, "to_local"):
             return UnsupportedError, f"{name}: expected a local tensor, got a DTensor; pass {name}.to_local()"
+        if value.layout != torch.strided:
+            return UnsupportedError, f"{name}: expected a strided tensor, got layout {value.layout}; make it dense"
         if value.device.type not in ("cpu", "cuda"):
             return UnsupportedError, f"{name}: expected a CPU or CUDA tensor, got one on {value.device}; move it"
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
@@ -155,20 +193,15 @@ def _refusal(
             "torch.func: ringcp.attention expected torch.autograd alone, got a call under vmap, grad, vjp or jvp; "
             "use torch.autograd.grad or backward, and pass the batch in dim 0"
         )
-    wrong = mask_problem(mask) or scale_problem(scale) or _wrong_option(seq_len, mode, kernel, agree, timeout)
+    wrong = mask_problem(mask) or scale_problem(scale) or option_problem(seq_len, mode, kernel, agree, timeout)
     if wrong:
         return ArgumentError, wrong
     wrong = layout_problem(layout)
     return (LayoutError, wrong) if wrong else None
 
 
-def _wrong_option(
-    seq_len: object,
-    mode: object,
-    kernel: object,
-    agree: object,
-    timeout: object,
-) -> str:
+def option_problem(seq_len: object, mode: object, kernel: object, agree: object, timeout: object) -> str:
+    """Which option is not even of the right type; empty if all are."""
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt))):
         return f"seq_len: expected an integer or None, got {seq_len!r}; give the length of the whole sequence"
     if timeout is not None:
@@ -182,6 +215,13 @@ def _wrong_option(
         if not isinstance(value, str):
             return f"{name}: expected a word, got {shown(value)}; help(ringcp.attention) lists the words"
     return ""
+
+
+def _unknown_keyword(unknown: Mapping[str, object]) -> Refusal | None:
+    for name, value in unknown.items():
+        fix = _ELSEWHERE.get(name, "leave it out; help(ringcp.attention) lists the arguments")
+        return KeywordError, f"{name}: expected an argument of ringcp.attention, got {name}={shown(value)}; {fix}"
+    return None
 
 
 _ELSEWHERE = {

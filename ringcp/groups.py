@@ -135,6 +135,8 @@ class GroupState:
     calls: int = 0
     warm: bool = False
     broken: str = ""
+    layout_left: str = "head_tail"
+    """The layout of the context that was last left, or the one that contexts have by default."""
     turn: threading.Lock = field(default_factory=threading.Lock)
     """Held for a whole forward: calls of two threads on one group are taken in turn."""
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcp.agreement import agree, signature
+from ringcp.ambient import ambient
 from ringcp.checks import (
     check_agree,
     check_group,
@@ -107,6 +108,9 @@ def attention_op(
             assert known_len is not None, "without it the ranks vote"
             layout = decode_layout(code, known_len, state.world_size)
             check_lengths([q.shape[2]], layout, [state.rank])
+        context = ambient("context")
+        if context is not None:
+            context.saw_attention(needs_grad)
         fingerprint = signature(words)
         facts = host_int64([layout.seq_len, call, kernel_index(chosen.name), fingerprint])
         if 0 in (q.shape[0], q.shape[1]):

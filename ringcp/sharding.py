@@ -57,7 +57,7 @@ def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto
     needs_grad = isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
     if needs_grad and state.world_size > 1:
         words = "" if refusal is not None else f"call=shard; x={tuple(x.shape)} {x.dtype}; dim={dim}; layout={lay!r}"
-        _vote(state, words, 0, refusal)
+        vote(state, words, 0, refusal)
     if refusal is not None:
         raise refusal
     assert lay is not None
@@ -122,17 +122,20 @@ def _gather_vote(x: Tensor, state: GroupState, dim: int, call: str, check: Calla
         refusal = error
 
     if refusal is not None:
-        return _vote(state, "", 0, refusal)
+        return vote(state, "", 0, refusal)
     rest = [n for i, n in enumerate(x.shape) if i != dim % x.ndim]
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     words = f"call={call}; x={rest} beside dim {dim % x.ndim}; dtype={x.dtype}; requires_grad={needs_grad}"
-    return _vote(state, words, x.shape[dim], None)
+    return vote(state, words, x.shape[dim], None)
 
 
-def _vote(state: GroupState, words: str, length: int, refusal: RingcpError | None) -> list[int]:
+def vote(
+    state: GroupState, words: str, number: int, refusal: RingcpError | None, timeout: float | None = None
+) -> list[int]:
+    """One vote of its own, for a call that is no attention: every rank's number. See `ringcp.agreement.agree`."""
     with state.turn:
         state.check_usable()
-        return agree(state, state.next_call(), words, length, refusal, None)
+        return agree(state, state.next_call(), words, number, refusal, timeout)
 
 
 def _check_dim(x: Tensor, dim: int) -> None:
@@ -184,9 +187,15 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_create_graph("shard")
-        group, state, layout, dim = ctx.options
-        lengths = [layout.local_len(rank) for rank in range(layout.world_size)]
-        return layout.unshard(_gather(grad, group, state, lengths, dim), dim), None, None, None, None
+        return gather_rows(grad, *ctx.options), None, None, None, None
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup, state: GroupState, layout: Layout, dim: int) -> Tensor:
+    """The whole of what every rank holds its rows of, without a vote: for callers whose ranks have agreed before."""
+    if state.world_size == 1:
+        return x
+    lengths = [layout.local_len(rank) for rank in range(layout.world_size)]
+    return layout.unshard(_gather(x, group, state, lengths, dim), dim)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int) -> list[Tensor]:

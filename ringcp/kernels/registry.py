@@ -75,6 +75,11 @@ def choose(kernel: str, problem: Problem) -> Kernel:
     )
 
 
+def check_kernel_name(asked: str) -> None:
+    """Raises UnsupportedError for what is neither "auto", nor a family, nor the name of a kernel."""
+    _candidates(asked)
+
+
 def _candidates(asked: str) -> list[Kernel]:
     if asked in KERNELS:
         return [KERNELS[asked]]

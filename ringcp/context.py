@@ -1,0 +1,323 @@
+"""`ringcp.context_parallel`: attention in its body is context parallel, with buffers sharded in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ringcp.attention import option_problem
+from ringcp.checks import check_agree, check_layout, check_mode, mask_problem, shown
+from ringcp.errors import ArgumentError, LayoutError, RingcpError, UnsupportedError
+from ringcp.groups import GroupState, group_of, state_of
+from ringcp.inplace import Buffer, saving_shards, sharded_in_place
+from ringcp.interception import active_session, intercepted, is_active
+from ringcp.kernels.registry import check_kernel_name
+from ringcp.layout import Layout, layout_named
+from ringcp.mask import Mask
+from ringcp.sdpa import Context, make_context
+from ringcp.sharding import unshard, vote
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Collection[Tensor] | None = None,
+    mode: str = "auto",
+    layout: Layout | str = "auto",
+    mask: Mask | None = None,
+    kernel: str = "auto",
+    ulysses_degree: int | None = None,
+    agree: str | None = None,
+    timeout: float | timedelta | None = None,
+) -> Iterator[Context]:
+    """Split one long sequence over the ranks of `mesh` for the body.
+
+    `F.scaled_dot_product_attention` in the body attends over the whole sequence: called by any name, from
+    `nn.MultiheadAttention` (eager, ``need_weights=False``), in compiled code, and where `torch.utils.checkpoint`
+    recomputes, also in a backward pass after the body. Other ways into attention raise; `local_attention` leaves a
+    region alone. It holds for the thread that enters it. Contexts nest: the innermost counts.
+
+    The buffers hold the whole sequence, the same on every rank; in the body they are this rank's shards, and after it
+    they are whole again, even if it raised. Their gradients are those of the sum over ranks of each rank's loss, and
+    after the body a leaf's ``.grad`` has the leaf's full shape, whole on every rank, added to what was there: backward
+    runs in the body or after it. (`torch.autograd.grad` gives the rows of this rank.) Writes to a buffer in the body
+    are dropped, as the shard is a copy.
+
+    Args:
+        mesh: a 1-D `DeviceMesh`, such as ``mesh["cp"]`` of a larger one.
+        buffers: tensors whose rows belong to tokens: ids, labels, positions, rope tables, masks of the loss. Any dtype
+            and strides, overlapping views too. A tensor that is computed from one that needs a gradient is no buffer:
+            use `ringcp.shard`.
+        buffer_seq_dims: the sequence dim of each buffer; negative ones count from the end.
+        no_restore_buffers: those of `buffers` that remain shards after the body.
+        mode: "ring", or "auto", which means ring so far.
+        layout: which rank owns which tokens: a `Layout` or a name; "auto" is head-tail.
+        mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
+            None: as each call says.
+        kernel: as in `ringcp.attention`.
+        ulysses_degree: not supported yet.
+        agree: "call" (default on CPU): the ranks vote before every attention call, or "context" (default on CUDA): once
+            on entry, and in calls only if nothing says how long the sequence is. See `ringcp.attention`.
+        timeout: seconds (or a `timedelta`) to wait for peers; None is the process group's own timeout.
+
+    Yields:
+        The `Context`, which `current_context` also gives: layout, mask, positions.
+
+    Raises:
+        ArgumentError, LayoutError, UnsupportedError: an argument that does not fit; on entry, before any buffer is
+            touched, naming the buffer. Peers raise `AgreementError`.
+        AgreementError: the ranks entered with different arguments.
+        PeerError: a peer did not come.
+
+    Warns:
+        UserWarning: there were buffers, and no attention was seen in the body: the model was not context parallel.
+    """
+    group = group_of(mesh)
+    state = state_of(group)
+    if agree is None:
+        agree = "context" if mesh.device_type == "cuda" else "call"
+    given: list[_Given] = []
+    words, seconds = "", None
+    refusal: RingcpError | None = None
+    try:
+        _check_options(mode, layout, mask, kernel, ulysses_degree, agree, timeout, state.world_size)
+        given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
+        layout = _sized(layout, given, state.world_size)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        words = (
+            f"call=context_parallel; buffers={', '.join(map(str, given))}; layout={layout!r}; mask={mask}; "
+            f"mode={mode}; kernel={kernel}; agree={agree}"
+        )
+    except RingcpError as error:
+        refusal = error
+    vote(state, words, 0, refusal, seconds)
+    context = make_context(mesh, group.group_name, layout, mask, mode, kernel, agree, timeout)
+    shards = [Buffer(*each, layout, group, state) for each in given] if isinstance(layout, Layout) else []
+    session = _Session(context, shards, state, seconds)
+    try:
+        with session.resume():
+            yield context
+    finally:
+        state.layout_left = layout.name if isinstance(layout, Layout) else layout
+    if given and not session.calls:
+        warnings.warn(
+            "context_parallel: expected attention in the body, got none: buffers were sharded, but the model was not "
+            "context parallel. Check that it calls F.scaled_dot_product_attention, with these buffers.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+class _Session:
+    """One `context_parallel`, from its entry for as long as graphs of its body can recompute."""
+
+    def __init__(self, context: Context, buffers: list[Buffer], state: GroupState, timeout: float | None) -> None:
+        self.context = context
+        self.calls = 0
+        self.outer = active_session()
+        self._buffers, self._state, self._timeout = buffers, state, timeout
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether x is one of the buffers, and a shard now."""
+        return any(buffer.tensor is x and buffer.inside for buffer in self._buffers)
+
+    @contextmanager
+    def resume(self) -> Iterator[None]:
+        """Enter the context, at first or again; nothing to do in it."""
+        if is_active(self):
+            yield
+            return
+        whole = [buffer for buffer in self._buffers if not buffer.inside]
+        with ExitStack() as stack:
+            stack.enter_context(sharded_in_place(whole, self._state, self._timeout))
+            stack.enter_context(saving_shards(self._buffers))
+            stack.enter_context(intercepted(self))
+            yield
+
+
+def current_context() -> Context | None:
+    """The innermost `context_parallel` around the caller; None outside of all, and in a `local_attention` region."""
+    session = active_session()
+    return None if session is None else session.context
+
+
+def context_parallel_unshard(
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    *,
+    layout: Layout | str | None = None,
+) -> list[Tensor]:
+    """The whole tensors, on every rank, from shards that a `context_parallel` on `mesh` made or computed.
+
+    Args:
+        mesh: the mesh of the context.
+        buffers: this rank's shards, any number.
+        seq_dims: the sequence dim of each.
+        layout: the layout of the shards. None is the layout of the `context_parallel` on this mesh around the caller;
+            outside of one, head-tail.
+
+    Returns:
+        The tensors in the order of the sequence. Differentiable: each rank gets the sum over all ranks of the gradients
+        of its rows.
+
+    Raises:
+        ArgumentError: not one dim for each buffer.
+        LayoutError: `layout` is None and the last context on this mesh had another layout than head-tail; or shards
+            that do not fit the layout.
+        AgreementError, PeerError: as `ringcp.unshard`.
+    """
+    if len(buffers) != len(seq_dims):
+        raise ArgumentError(
+            f"seq_dims: expected one for each of the {len(buffers)} buffers, got {len(seq_dims)}; give one dim a buffer"
+        )
+    group = group_of(mesh)
+    if layout is None:
+        context, left = current_context(), state_of(group).layout_left
+        if context is not None and context.group_name == group.group_name:
+            layout = context.layout
+        elif left == "head_tail":
+            layout = left
+        else:
+            raise LayoutError(
+                "layout: expected one, since the last context on this mesh was not head_tail, got None; "
+                f'pass layout="{left}" for what that context made'
+            )
+    return [unshard(x, mesh, dim=dim, layout=layout) for x, dim in zip(buffers, seq_dims, strict=True)]
+
+
+class _Given(NamedTuple):
+    """A buffer as given."""
+
+    tensor: Tensor
+    dim: int
+    name: str
+    restore: bool
+
+    @property
+    def seq_len(self) -> int:
+        return self.tensor.shape[self.dim]
+
+    def __str__(self) -> str:
+        grad = " requires_grad" if self.tensor.requires_grad else ""
+        return f"{tuple(self.tensor.shape)} {self.tensor.dtype}{grad} along dim {self.dim % self.tensor.ndim}"
+
+
+def _check_options(
+    mode: str,
+    layout: Layout | str,
+    mask: Mask | None,
+    kernel: str,
+    ulysses_degree: int | None,
+    agree: str,
+    timeout: float | timedelta | None,
+    world_size: int,
+) -> None:
+    wrong = mask_problem(mask) or option_problem(None, mode, kernel, agree, timeout)
+    if wrong:
+        raise ArgumentError(wrong)
+    check_layout(layout, world_size)
+    check_mode(mode)
+    check_kernel_name(kernel)
+    check_agree(agree)
+    if ulysses_degree is not None:
+        raise UnsupportedError(f"ulysses_degree: expected None, got {ulysses_degree!r}; leave it out: the mode is ring")
+
+
+def _checked_buffers(buffers: object, dims: object, no_restore: object) -> list[_Given]:
+    """Every buffer by itself: a tensor that can be exchanged in place, with a dim, once."""
+    tensors = _listed("buffers", buffers, "tensors")
+    seq_dims = _listed("buffer_seq_dims", dims, "integers")
+    kept = _listed("no_restore_buffers", no_restore, "tensors")
+    if len(tensors) != len(seq_dims):
+        raise ArgumentError(
+            f"buffer_seq_dims: expected one for each of the {len(tensors)} buffers, got {len(seq_dims)}; "
+            "give one sequence dim a buffer"
+        )
+    for i, x in enumerate(kept):
+        if not any(x is buffer for buffer in tensors):
+            raise ArgumentError(
+                f"no_restore_buffers: expected tensors of buffers, got another as number {i}; list it in buffers too, "
+                "or shard it with ringcp.shard"
+            )
+    given: list[_Given] = []
+    for i, (x, dim) in enumerate(zip(tensors, seq_dims, strict=True)):
+        restore = not any(x is buffer for buffer in kept)
+        _check_buffer(x, dim, f"buffers[{i}]", restore)
+        twice = next((g.name for g in given if g.tensor is x), None)
+        if twice is not None:
+            raise ArgumentError(f"buffers[{i}]: expected each tensor once, got {twice} again; list it once")
+        given.append(_Given(x, dim, f"buffers[{i}]", restore))
+    return given
+
+
+def _listed(name: str, value: object, what: str) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, (Tensor, str, Mapping)) or not isinstance(value, Iterable):
+        got = shown(value) if isinstance(value, Tensor) else type(value).__name__
+        raise ArgumentError(f"{name}: expected a list of {what}, got {got}; write {name}=[...]")
+    return list(value)
+
+
+def _check_buffer(x: object, dim: object, name: str, restore: bool) -> None:
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"{name}: expected a tensor, got {type(x).__name__}; use ringcp.shard for what it holds")
+    if is_traceable_wrapper_subclass(x) or x.layout != torch.strided:
+        raise UnsupportedError(
+            f"{name}: expected a plain dense tensor, got {type(x).__name__} with layout {x.layout}; "
+            "pass what it holds, or use ringcp.shard"
+        )
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise LayoutError(
+            f"buffer_seq_dims: expected a dim of {name} with {x.ndim} dims, got {dim!r}; name its sequence dim"
+        )
+    if not x.is_leaf:
+        raise ArgumentError(
+            f"{name}: expected a leaf, or a tensor that requires no gradient, got the result of {x.grad_fn}; "
+            f"cut it differentiably: ringcp.shard(x, mesh, dim={dim})"
+        )
+    if x.grad is not None and not restore:
+        raise ArgumentError(
+            f"{name}: expected no .grad on a buffer that stays a shard, got one of shape {tuple(x.grad.shape)}; "
+            "set it to None, or use ringcp.shard"
+        )
+    session = active_session()
+    while session is not None:
+        if session.holds(x):
+            raise ArgumentError(
+                f"{name}: expected a tensor with the whole sequence, got one that an enclosing context_parallel has "
+                "sharded; leave it out here, or use ringcp.shard"
+            )
+        session = session.outer
+
+
+def _sized(layout: Layout | str, given: Sequence[_Given], world_size: int) -> Layout | str:
+    """The layout with its length, from the buffers if there are any."""
+    name = "head_tail" if layout == "auto" else layout
+    if isinstance(layout, Layout):
+        seq_len, like = layout.seq_len, repr(layout)
+    elif given:
+        seq_len = Counter(g.seq_len for g in given).most_common(1)[0][0]
+        like = next(g.name for g in given if g.seq_len == seq_len)
+    else:
+        return name
+    for g in given:
+        if g.seq_len != seq_len:
+            raise LayoutError(
+                f"{g.name}: expected {seq_len} tokens in dim {g.dim}, like {like}, got {g.seq_len}; cut a longer table "
+                "to the length of the sequence, and what is no part of it with ringcp.shard"
+            )
+    return layout if isinstance(layout, Layout) else layout_named(str(name), seq_len, world_size)

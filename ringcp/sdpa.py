@@ -1,0 +1,173 @@
+"""What `F.scaled_dot_product_attention` means inside `context_parallel`: its arguments, onto ringcp's attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringcp.attention import Refusal, attend
+from ringcp.checks import shown
+from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
+from ringcp.layout import Layout
+from ringcp.mask import Causal, Full, Mask
+
+LOCAL = "wrap what is to stay local (an encoder, a cross-attention) in `with ringcp.local_attention():`"
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What holds inside a `context_parallel`, as `current_context` tells it.
+
+    Attributes:
+        mesh: the 1-D mesh over which the sequence is split.
+        layout: the `Layout`; or its name, if nothing (buffers, or a `Layout`) has said how long the sequence is.
+        mask: the mask of every attention call, or None: as each call says.
+        mode, kernel, agree, timeout: as given, with the defaults filled in.
+    """
+
+    mesh: DeviceMesh
+    layout: Layout | str
+    mask: Mask | None
+    mode: str
+    kernel: str
+    agree: str
+    timeout: float | timedelta | None
+    group_name: str
+    local_len: int | None
+    unmasked: Mask
+    causal: Mask
+
+    @property
+    def positions(self) -> Tensor:
+        """Global positions of this rank's tokens: int64 (local_len,), on the device of the mesh.
+
+        Raises:
+            LayoutError: nothing has said how long the sequence is.
+        """
+        if not isinstance(self.layout, Layout):
+            raise LayoutError(
+                f"positions: expected a context that knows the length of its sequence, got layout={self.layout!r} and "
+                "no buffers; pass buffers= to context_parallel, or layout= a Layout"
+            )
+        return self.layout.positions(self.mesh.get_local_rank()).to(self.mesh.device_type)
+
+
+def make_context(
+    mesh: DeviceMesh,
+    group_name: str,
+    layout: Layout | str,
+    mask: Mask | None,
+    mode: str,
+    kernel: str,
+    agree: str,
+    timeout: float | timedelta | None,
+) -> Context:
+    """A context from checked arguments."""
+    return Context(
+        mesh=mesh,
+        layout=layout,
+        mask=mask,
+        mode=mode,
+        kernel=kernel,
+        agree=agree,
+        timeout=timeout,
+        group_name=group_name,
+        local_len=layout.local_len(mesh.get_local_rank()) if isinstance(layout, Layout) else None,
+        unmasked=Full() if mask is None else mask,
+        causal=Causal() if mask is None or mask == Causal() else mask & Causal(),
+    )
+
+
+def sdpa(
+    context: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` over the whole sequence of `context`; tensors (..., H, S_local, D)."""
+    refusal = _refusal(context, query, key, value, attn_mask, dropout_p, enable_gqa)
+    q, k, v = query, key, value
+    if refusal is None and query.ndim != 4:
+        q, k, v = (_as_BHSD(x) for x in (q, k, v))
+    out = attend(
+        q,
+        k,
+        v,
+        group_name=context.group_name,
+        mask=context.causal if is_causal else context.unmasked,
+        layout=context.layout,
+        seq_len=None,
+        mode=context.mode,
+        scale=scale,
+        kernel=context.kernel,
+        return_lse=False,
+        agree=context.agree,
+        timeout=context.timeout,
+        refusal=refusal,
+    )
+    assert isinstance(out, Tensor), "no lse was asked for"
+    return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _as_BHSD(x: Tensor) -> Tensor:
+    while x.ndim < 4:
+        x = x.unsqueeze(0)
+    return x.flatten(0, -4)
+
+
+def _refusal(
+    context: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: object,
+    dropout_p: object,
+    enable_gqa: object,
+) -> Refusal | None:
+    if attn_mask is not None:
+        return UnsupportedError, (
+            f"attn_mask: expected None inside context_parallel, got {shown(attn_mask)}; pass mask= a ringcp mask to "
+            f"context_parallel and is_causal= to the call, or {LOCAL}"
+        )
+    if dropout_p:
+        return UnsupportedError, (
+            f"dropout_p: expected 0.0 inside context_parallel, got {dropout_p}; attention dropout is not supported: "
+            "set the model's attention dropout to 0"
+        )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim < 2:
+            return ArgumentError, (
+                f"{name}: expected a dense tensor (..., tokens, head dim) inside context_parallel, "
+                f"got {_kind(x)}; pass the local shard"
+            )
+    if not query.ndim == key.ndim == value.ndim:
+        return ArgumentError, (
+            f"query, key, value: expected equal numbers of dims, got {query.ndim}, {key.ndim}, {value.ndim}; "
+            "add the missing dims"
+        )
+    lengths = query.shape[-2], key.shape[-2], value.shape[-2]
+    if context.local_len is not None and lengths != (context.local_len,) * 3:
+        return LayoutError, (
+            f"query, key, value: expected this rank's {context.local_len} tokens of {context.layout!r} in dim -2, "
+            f"got {lengths[0]}, {lengths[1]} and {lengths[2]}; {LOCAL}"
+        )
+    if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
+        return ArgumentError, (
+            f"enable_gqa: expected True for {query.shape[-3]} query and {key.shape[-3]} key heads, got {enable_gqa}; "
+            "pass enable_gqa=True, or repeat the key and value heads"
+        )
+    return None
+
+
+def _kind(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return "a NestedTensor" if x.is_nested else shown(x)
