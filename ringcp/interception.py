@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from ringcp.ambient import ambience, ambient
 from ringcp.errors import UnsupportedError
 from ringcp.sdpa import LOCAL, Context, sdpa
+from ringcp.untraced import untraced
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
 _SDPA = frozenset({F.scaled_dot_product_attention, _ATEN, _ATEN.default})
@@ -87,6 +88,7 @@ def intercepted(session: Session) -> Iterator[None]:
             _take_off([router])
 
 
+@untraced
 @contextmanager
 def local_attention() -> Iterator[None]:
     """Inside a `context_parallel`, a region whose attention stays local to each rank: an encoder, a cross-attention.
@@ -156,11 +158,13 @@ def _check_mha(*args: Any, **kwargs: Any) -> None:
 _ATTENTION = re.compile(r"attention|attn|_transformer_encoder_layer_fwd", re.IGNORECASE)
 
 
-@torch.compiler.assume_constant_result
 def _is_attention(func: Any) -> bool:
     """Whether a function of torch, or an op of any library, computes attention: by its name."""
     return type(func) not in _METHODS and _named_attention(func)
 
+
+# As torch.compiler.assume_constant_result does, which would import Dynamo.
+_is_attention._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _METHODS = frozenset({MethodDescriptorType, WrapperDescriptorType, MethodWrapperType})
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ringcp
+from benchmarks.memory import Layer
 from ringcp.executor import Job, backward, drive, forward
 from ringcp.kernels.registry import KERNELS
 from ringcp.lower import lower
@@ -140,6 +141,16 @@ def test_two_receive_buffers_whatever_the_number_of_ranks(mask, dtype):
         seen = allocated(run, direction, dtype, "new_empty")
         assert seen.made > 0
         assert seen.peak == formula, (world_size, direction, seen.peak / formula)
+        if acc == 4:  # what the table of the README is made of
+            layer = Layer(ROWS * world_size, Q_HEADS, KV_HEADS, DIM, BATCH, size)
+            sums = BATCH * Q_HEADS * ROWS * (DIM + 1) * acc
+            assert (
+                formula
+                == {
+                    "forward": layer.forward_buffers(world_size) - sums,
+                    "backward": layer.backward_buffers(world_size),
+                }[direction]
+            )
         assert len(run.transport.received) == min(2, world_size - 1)
 
 

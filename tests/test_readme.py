@@ -1,7 +1,8 @@
-"""The README is true: its snippet is the example, and each of its commands is run by a test."""
+"""The README is true: its snippets are the examples, and each of its commands is run by a test."""
 
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,39 +16,87 @@ README = (ROOT / "README.md").read_text()
 RUN_ELSEWHERE = {
     "pip install -e .": "make install, before any test",
     "make test": "this run",
+    "make lint": "CI, before any test",
+    "make demo": "tests/test_train_example.py",
+    "torchrun --standalone --nproc-per-node=2 examples/train.py": "tests/test_train_example.py",
     "torchrun --standalone --nproc-per-node=2 benchmarks/attention.py": "tests/test_benchmarks.py",
 }
-EXAMPLE = "torchrun --standalone --nproc-per-node=2 examples/attention.py"
+ONE_NODE = "torchrun --standalone --nproc-per-node=2 examples/"
+# What each example says on every rank.
+EXAMPLES = {
+    f"{ONE_NODE}quickstart.py": r"torch.Size\(\[1, 8, 50[01], 64\]\) torch.Size\(\[1, 8, 1001, 64\]\)",
+    f"{ONE_NODE}attention.py": r"torch.Size\(\[1, 8, 1001, 64\]\)",
+    f"{ONE_NODE}cp_example.py": r"rank [01]: 2048 of 4096 tokens in the context",
+}
+MEMORY = "python benchmarks/memory.py --seq-len 131072"
+DRAW = "python -m ringcp.draw --world-size 4 --seq-len 4096 --out docs/ring.png"
+NODES = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:29500"
+RUN_HERE = (*EXAMPLES, MEMORY, DRAW, f"{NODES} examples/quickstart.py")
 
 
 def commands():
     blocks = re.findall(r"```sh\n(.*?)```", README, re.S)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line] + re.findall(r"`(torchrun [^`]*)`", README)
+    return [line for line in lines if line] + re.findall(r"`((?:torchrun|python|make|pip) [^`]*)`", README)
 
 
 @pytest.mark.parametrize("command", commands())
 def test_every_command_is_run_by_a_test(command):
-    assert command == EXAMPLE or any(command.startswith(known) for known in RUN_ELSEWHERE), command
+    assert command in RUN_HERE or any(command.startswith(known) for known in RUN_ELSEWHERE), command
 
 
-def test_the_snippet_is_the_example():
-    snippet = re.search(r"```python\n(.*?)```", README, re.S).group(1)
-    example = (ROOT / "examples" / "attention.py").read_text()
-    assert snippet in example
+@pytest.mark.parametrize("command", RUN_HERE)
+def test_every_command_that_is_run_here_is_in_the_readme(command):
+    assert command in commands()
 
 
-def test_the_example_runs():
-    program, *args = shlex.split(EXAMPLE)
-    assert program == "torchrun"
-    command = [sys.executable, "-m", "torch.distributed.run", *args]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("torch.Size([1, 8, 1001, 64])") == 2
+def run(command, **options):
+    program, *args = shlex.split(command)
+    start = [sys.executable, "-m", "torch.distributed.run"] if program == "torchrun" else [sys.executable]
+    return subprocess.Popen([*start, *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def output(process):
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return out
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_the_examples_run(command):
+    assert len(re.findall(EXAMPLES[command], output(run(command)))) == 2
+
+
+def test_several_nodes():
+    """Two nodes, on this one."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        command = f"{NODES} examples/quickstart.py".replace("29500", str(free.getsockname()[1]))
+    nodes = [run(command) for _ in range(2)]
+    said = EXAMPLES[f"{ONE_NODE}quickstart.py"]
+    assert [len(re.findall(said, output(node))) for node in nodes] == [1, 1]
+
+
+def test_the_table_of_memory():
+    assert output(run(MEMORY)).rstrip() in README
+
+
+def test_the_picture(tmp_path):
+    output(run(DRAW.replace("docs/ring.png", str(tmp_path / "ring.png"))))
+    assert (tmp_path / "ring.png").stat().st_size > 10_000
+    assert (ROOT / "docs" / "ring.png").is_file()
+
+
+@pytest.mark.parametrize("example", ["quickstart", "attention"])
+def test_the_snippets_are_the_examples(example):
+    text = (ROOT / "examples" / f"{example}.py").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert any(snippet in text for snippet in snippets)
+    assert all(any(s in path.read_text() for path in (ROOT / "examples").glob("*.py")) for s in snippets)
 
 
 def test_every_file_that_the_readme_names_exists():
-    for path in re.findall(r"`((?:tests|examples|benchmarks)/[\w/]+\.py)`", README):
+    for path in re.findall(r"`?\(?((?:tests|examples|benchmarks|docs)/[\w/]+\.\w+)\)?`?", README):
         assert (ROOT / path).is_file(), path
     for name in re.findall(r"`(\w+\.py)`", README.split("## Read the code")[1]):
         assert (ROOT / "ringcp" / name).is_file(), name
