@@ -17,9 +17,10 @@ from ringcp.errors import (
 )
 from ringcp.interception import local_attention
 from ringcp.layout import Contiguous, HeadTail, Layout, Striped
-from ringcp.mask import Causal, Full, Mask, Window
+from ringcp.mask import Causal, Chunked, Documents, Full, Mask, Padding, Prefix, Window
 from ringcp.record import record
 from ringcp.sharding import all_gather, shard, unshard
+from ringcp.varlen import attention_varlen
 
 if TYPE_CHECKING:
     from ringcp import testing as testing
@@ -30,20 +31,25 @@ __all__ = [
     "AgreementError",
     "ArgumentError",
     "Causal",
+    "Chunked",
     "Contiguous",
+    "Documents",
     "Full",
     "HeadTail",
     "KeywordError",
     "Layout",
     "LayoutError",
     "Mask",
+    "Padding",
     "PeerError",
+    "Prefix",
     "RingcpError",
     "Striped",
     "UnsupportedError",
     "Window",
     "all_gather",
     "attention",
+    "attention_varlen",
     "context_parallel",
     "context_parallel_unshard",
     "current_context",

@@ -17,6 +17,7 @@ from ringcp.groups import group_of
 from ringcp.layout import Layout, unsized_spec
 from ringcp.mask import Full, Mask
 from ringcp.ops import attention_op
+from ringcp.sinks import fold_sinks
 
 _FULL = Full()
 
@@ -36,6 +37,7 @@ def attention(
     mode: str = "auto",
     scale: float | None = None,
     kernel: str = "auto",
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     agree: str | None = None,
     timeout: float | timedelta | None = None,
@@ -62,6 +64,8 @@ def attention(
         scale: factor on the scores; None is ``D ** -0.5``.
         kernel: "auto"; a family of kernels, "sdpa"; or one of them: "sdpa_flash", "sdpa_cudnn", "sdpa_efficient",
             "sdpa_flash_cpu", "reference" (plain matmuls, memory for the whole score matrix).
+        sinks: (Hq,) logits that take part in each row's softmax without a value (attention sinks), the same on every
+            rank; differentiable: each rank gets the gradient of its own rows, as for any parameter.
         return_lse: also return the log-sum-exp of the scaled scores.
         agree: when the ranks vote on their arguments: "call", before each call (default on CPU), or "context" (default
             on CUDA): not in this call, if `seq_len` or a `Layout` says the length. Without a vote the local length is
@@ -98,6 +102,7 @@ def attention(
         mode=mode,
         scale=scale,
         kernel=kernel,
+        sinks=sinks,
         return_lse=return_lse,
         agree=agree,
         timeout=timeout,
@@ -121,6 +126,7 @@ def attend(
     mode: str,
     scale: float | None,
     kernel: str,
+    sinks: Tensor | None,
     return_lse: bool,
     agree: str | None,
     timeout: float | timedelta | None,
@@ -128,7 +134,9 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` on a group known by name; `refusal` is what the caller already has against the call."""
     if refusal is None:
-        refusal = _refusal(q, k, v, mask, layout, seq_len, mode, scale, kernel, agree, timeout)
+        refusal = _refusal(q, k, v, mask, layout, seq_len, mode, scale, kernel, agree, timeout) or _wrong_sinks(
+            q, sinks
+        )
     if agree is None:
         agree = "context" if isinstance(q, Tensor) and q.device.type == "cuda" else "call"
     if refusal is not None:
@@ -136,7 +144,7 @@ def attend(
         if not torch.compiler.is_compiling():
             _vote_against(group_name, silent, *refusal)
         # Traced: the op itself raises when the compiled code runs.
-        mask, layout, mode, scale, kernel, timeout = None, "auto", "auto", None, "auto", None
+        mask, layout, mode, scale, kernel, timeout, sinks = None, "auto", "auto", None, "auto", None, None
         seq_len, agree = (0, "context") if silent else (None, "call")
     q, k, v = as_sdpa_casts(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -154,9 +162,11 @@ def attend(
         agree,
         timeout.total_seconds() if isinstance(timeout, timedelta) else timeout,
         needs_grad,
-        needs_grad and return_lse,
+        needs_grad and (return_lse or sinks is not None),
         "" if refusal is None else refusal[1],
     )
+    if sinks is not None:
+        out, lse = fold_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -224,10 +234,21 @@ def _unknown_keyword(unknown: Mapping[str, object]) -> Refusal | None:
     return None
 
 
+def _wrong_sinks(q: Tensor, sinks: object) -> Refusal | None:
+    if sinks is None or (isinstance(sinks, Tensor) and sinks.is_floating_point() and sinks.shape == q.shape[1:2]):
+        return None
+    return ArgumentError, (
+        f"sinks: expected a floating tensor of one logit for each query head, {tuple(q.shape[1:2])}, got "
+        f"{shown(sinks)}; pass sinks of shape (Hq,)"
+    )
+
+
 _ELSEWHERE = {
     "is_causal": "pass mask=ringcp.Causal()",
     "attn_mask": "pass mask= a ringcp mask: tensor masks are not supported",
     "dropout_p": "leave it out: dropout is not supported",
+    "softcap": "leave it out: no kernel of ringcp takes it yet",
+    "alibi_slopes": "leave it out: no kernel of ringcp takes them yet",
     "enable_gqa": "leave it out: the head counts say it",
     "group": "pass mesh= a DeviceMesh, such as DeviceMesh.from_group(group, device_type)",
 }

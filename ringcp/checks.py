@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
 from ringcp.layout import LAYOUT_NAMES, UNSIZED, Layout
-from ringcp.mask import Causal, Full, Mask, Window
+from ringcp.mask import Causal, Chunked, Documents, Full, Mask, Padding, Prefix, Window
 
 MODES = ("auto", "ring")
 AGREE = ("call", "context")
@@ -131,9 +131,9 @@ def check_lengths(lengths: Sequence[int], layout: Layout, ranks: Sequence[int]) 
 
 def mask_problem(mask: object) -> str:
     """Why `mask` is neither a mask nor None; empty if it is."""
-    for make, name in ((Full, "Full"), (Causal, "Causal"), (Window, "Window")):
-        if mask is make:
-            return f"mask: expected a ringcp mask or None, got ringcp.{name}, not called; write ringcp.{name}(...)"
+    if mask in (Full, Causal, Window, Documents, Prefix, Padding, Chunked):
+        name = getattr(mask, "__name__", "")
+        return f"mask: expected a ringcp mask or None, got ringcp.{name}, not called; write ringcp.{name}(...)"
     if mask is not None and not isinstance(mask, Mask):
         return f"mask: expected a ringcp mask or None, got {shown(mask)}; build one, such as ringcp.Causal()"
     return ""
@@ -154,6 +154,13 @@ def layout_problem(layout: object) -> str:
         return ""
     names = ", ".join(LAYOUT_NAMES)
     return f"layout: expected a Layout or one of {names}, got {shown(layout)}; choose one of these"
+
+
+def check_mask(mask: Mask, q: Tensor, layout: Layout) -> None:
+    """Raises LayoutError if the mask is of another batch or sequence."""
+    problem = mask.problem(q.shape[0], layout.seq_len)
+    if problem:
+        raise LayoutError(problem)
 
 
 def check_layout(layout: object, world_size: int) -> None:

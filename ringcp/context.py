@@ -68,7 +68,7 @@ def context_parallel(
         mode: "ring", or "auto", which means ring so far.
         layout: which rank owns which tokens: a `Layout` or a name; "auto" is head-tail.
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
-            None: as each call says.
+            None: as each call says; it is refused if a buffer looks like the position ids of packed documents.
         kernel: as in `ringcp.attention`.
         ulysses_degree: not supported yet.
         agree: "call" (default on CPU): the ranks vote before every attention call, or "context" (default on CUDA): once
@@ -98,6 +98,8 @@ def context_parallel(
         _check_options(mode, layout, mask, kernel, ulysses_degree, agree, timeout, state.world_size)
         given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
         layout = _sized(layout, given, state.world_size)
+        if mask is None:
+            _check_no_documents(given)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         words = (
             f"call=context_parallel; buffers={', '.join(map(str, given))}; layout={layout!r}; mask={mask}; "
@@ -305,6 +307,27 @@ def _check_buffer(x: object, dim: object, name: str, restore: bool) -> None:
                 "sharded; leave it out here, or use ringcp.shard"
             )
         session = session.outer
+
+
+def _check_no_documents(given: Sequence[_Given]) -> None:
+    """Refuse position ids that start anew, for which no mask was given: the documents would see each other."""
+    for g in given:
+        x = g.tensor
+        if x.dtype not in (torch.int32, torch.int64) or not x.numel():
+            continue
+        if _restarts(x.movedim(g.dim, -1).reshape(-1, g.seq_len)):
+            raise ArgumentError(
+                f"mask: expected one, since {g.name} looks like the position ids of packed documents (0, 1, 2, ... "
+                "anew in each), got None; pass mask=ringcp.Documents(position_ids=...), or ringcp.Full() if all attend"
+            )
+
+
+def _restarts(rows: Tensor) -> bool:
+    """Whether each row is two or more runs 0, 1, 2, ..., one of them longer than one token."""
+    starts = rows == 0
+    runs = starts[:, 1:] | (rows[:, 1:] == rows[:, :-1] + 1)
+    found = starts[:, 0] & runs.all(1) & (starts.sum(1) > 1) & ~starts.all(1)
+    return bool(found.all())
 
 
 def _sized(layout: Layout | str, given: Sequence[_Given], world_size: int) -> Layout | str:

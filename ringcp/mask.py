@@ -1,22 +1,37 @@
 """Masks: which pairs of global positions attend. A small algebra, closed under ``&`` and ``|``.
 
 The one question to a mask is `Mask.pieces`: the disjoint bands of one rectangle of the score matrix. The answer is
-as long as the number of pieces, never as the area. A new mask is a new class in `_NODES`.
+as long as the number of pieces, never as the area. What masks are made of is in `mask_nodes.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, fields
-from functools import lru_cache
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Hashable, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ringcp.band import Band, intersect, subtract, trim
+from ringcp.band import Band
 from ringcp.errors import ArgumentError
 from ringcp.layout import Span
+from ringcp.mask_nodes import (
+    AndNode,
+    CausalNode,
+    ChunkedNode,
+    DocumentsNode,
+    FullNode,
+    Node,
+    OrNode,
+    PaddingNode,
+    Pair,
+    PrefixNode,
+    WindowNode,
+    decode,
+    encode,
+)
 from ringcp.spec import host_int64
 
 # Specs are padded to a multiple of this, so that different masks have specs of one shape and compile once.
@@ -45,17 +60,19 @@ class Mask:
         rows, reach: see `Pieces`.
     """
 
-    rows: int | None = None
-
-    def __init__(self, node: _Node) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
-        words = _encode(node)
+        words = encode(node)
         words += [0] * (-len(words) % _SPEC_WORDS)
         self.spec = host_int64(words)
         if len(words) > _SPEC_WORDS:
             torch._dynamo.maybe_mark_dynamic(self.spec, 0)
 
     @property
+    def rows(self) -> int | None:
+        return self._node.rows
+
+    @cached_property
     def reach(self) -> int | None:
         return self._node.reach
 
@@ -76,15 +93,28 @@ class Mask:
             one_by_one = [(0, j, q_span, Span(p, p + 1)) for j, p in enumerate(range(*k_span))]
         return [band.shift(i, j) for i, j, q, k in one_by_one for band in self.pieces(q, k, row)]
 
+    def problem(self, batch: int, seq_len: int) -> str:
+        """Why the mask does not fit a batch of sequences of this length; empty if it does."""
+        if self.rows not in (None, batch):
+            return f"mask: expected one entry for each of {batch} batch rows, or one for all, got {self.rows} in {self}"
+        wrong = self._node.problem(seq_len)
+        return f"mask: expected {wrong} in {self}; give what the sequence holds" if wrong else ""
+
     def dense(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """The mask written out: bool (Sq, Sk), True where the query attends to the key. For checks and small cases."""
-        return self._node.allows(q_positions[:, None], k_positions[None, :])
+        """The mask written out, True where the query attends to the key; for checks and small cases.
+
+        Bool (Sq, Sk), or (rows, 1, Sq, Sk) where batch rows have masks of their own.
+        """
+        q_pos, k_pos = q_positions[:, None], k_positions[None, :]
+        if self.rows is None:
+            return self._node.allows(q_pos, k_pos, 0)
+        return torch.stack([self._node.allows(q_pos, k_pos, row) for row in range(self.rows)])[:, None]
 
     def __and__(self, other: Mask) -> Mask:
-        return Mask(_And(self._node, other._node)) if isinstance(other, Mask) else NotImplemented
+        return Mask(AndNode(self._node, other._node)) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
-        return Mask(_Or(self._node, other._node)) if isinstance(other, Mask) else NotImplemented
+        return Mask(OrNode(self._node, other._node)) if isinstance(other, Mask) else NotImplemented
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -98,17 +128,21 @@ class Mask:
         return hash(self._node)
 
     def __repr__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         return str(self._node)
 
 
 def Full() -> Mask:
     """Every query attends to every key."""
-    return Mask(_Full())
+    return Mask(FullNode())
 
 
 def Causal() -> Mask:
     """A query attends to itself and to everything before it."""
-    return Mask(_Causal())
+    return Mask(CausalNode())
 
 
 def Window(left: int, right: int = 0) -> Mask:
@@ -125,161 +159,138 @@ def Window(left: int, right: int = 0) -> Mask:
                 f"{name}: expected a number of tokens of at least 0, got {value!r}; "
                 "for an unbounded side use Causal() or Full()"
             )
-    return Mask(_Window(left, right))
+    return Mask(WindowNode(left, right))
 
 
-class Pair(NamedTuple):
-    """A rectangle of positions: row i is ``q_start + step * i``, key j is ``k_start + step * j``."""
+def Chunked(size: int) -> Mask:
+    """Positions attend within their chunk of `size`: ``q_pos // size == k_pos // size``.
 
-    q_start: int
-    num_q: int
-    k_start: int
-    num_k: int
-    step: int
+    ``Chunked(8192) & Causal()`` is the chunked-local attention of some models.
 
-
-class _Node(Protocol):
-    """One node of a mask: a frozen dataclass whose fields are integers or further nodes."""
-
-    @property
-    def reach(self) -> int | None: ...
-
-    @property
-    def needs_band(self) -> bool: ...
-
-    def pieces(self, pair: Pair, row: int) -> list[Band]: ...
-
-    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """Whether pairs attend, for positions that broadcast."""
-        ...
+    Raises:
+        ArgumentError: if `size` is not an integer of at least 1.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ArgumentError(f"size: expected a number of tokens of at least 1, got {size!r}; give the chunk's length")
+    return Mask(ChunkedNode(size))
 
 
-@dataclass(frozen=True)
-class _Full:
-    reach: ClassVar[None] = None
-    needs_band: ClassVar[bool] = False
+def Prefix(n: int | Sequence[int] | Tensor) -> Mask:
+    """Prefix language modelling: everything attends to the first `n` positions, and causally beyond them.
 
-    def pieces(self, pair: Pair, row: int) -> list[Band]:
-        return _diagonal(pair, None, None)
+    n: one length, or one for each batch row.
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return torch.ones_like(q_pos - k_pos, dtype=torch.bool)
-
-    def __str__(self) -> str:
-        return "Full()"
+    Raises:
+        ArgumentError: if a length is not an integer of at least 0.
+    """
+    return Mask(PrefixNode(_shared([_count("n", value) for value in _items("n", n)])))
 
 
-@dataclass(frozen=True)
-class _Causal:
-    reach: ClassVar[None] = None
-    needs_band: ClassVar[bool] = False
+def Padding(lengths: Sequence[int] | Tensor, *, side: str = "right", seq_len: int | None = None) -> Mask:
+    """Only valid tokens attend, and only to valid tokens; the out of padded queries is 0, and all their gradients.
 
-    def pieces(self, pair: Pair, row: int) -> list[Band]:
-        return _diagonal(pair, 0, None)
+    lengths: the number of valid tokens of each batch row.
+    side: where the padding is, "right" or "left".
+    seq_len: length of the padded sequence; needed for the left side.
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return q_pos >= k_pos
-
-    def __str__(self) -> str:
-        return "Causal()"
-
-
-@dataclass(frozen=True)
-class _Window:
-    left: int
-    right: int
-    needs_band: ClassVar[bool] = True
-
-    @property
-    def reach(self) -> int:
-        return max(self.left, self.right)
-
-    def pieces(self, pair: Pair, row: int) -> list[Band]:
-        return _diagonal(pair, -self.right, self.left)
-
-    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return (q_pos - k_pos >= -self.right) & (q_pos - k_pos <= self.left)
-
-    def __str__(self) -> str:
-        return f"Window({self.left}, {self.right})"
+    Raises:
+        ArgumentError: lengths that are not integers of at least 0, or longer than `seq_len`; another side.
+    """
+    valid = [_count("lengths", value) for value in _items("lengths", lengths)]
+    if side not in ("right", "left"):
+        raise ArgumentError(f'side: expected "right" or "left", got {side!r}; say where the padding is')
+    if side == "left" and seq_len is None:
+        raise ArgumentError("seq_len: expected the length of the padded sequence for side='left', got None; give it")
+    if seq_len is not None and max(valid, default=0) > seq_len:
+        raise ArgumentError(f"lengths: expected at most seq_len = {seq_len}, got {max(valid)}; check both")
+    if side == "left":
+        assert seq_len is not None, "checked above"
+        return Mask(PaddingNode(_shared([(seq_len - n, seq_len) for n in valid])))
+    return Mask(PaddingNode(_shared([(0, n) for n in valid])))
 
 
-@dataclass(frozen=True)
-class _And:
-    a: _Node
-    b: _Node
+def Documents(
+    lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor | None = None,
+    *,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    position_ids: Sequence[int] | Tensor | None = None,
+) -> Mask:
+    """Packed documents: a position attends within its own document. Combine it, ``Documents(...) & Causal()``.
 
-    @property
-    def reach(self) -> int | None:
-        return min((node.reach for node in (self.a, self.b) if node.reach is not None), default=None)
+    Exactly one of the arguments. What lies after the last document is padding: it attends to nothing.
 
-    @property
-    def needs_band(self) -> bool:
-        return self.a.needs_band or self.b.needs_band
+    Args:
+        lengths: tokens of each document, in order; or one list for each batch row. Zero-length ones are no documents.
+        cu_seqlens: their cumulative sums from 0 on, as flash-attn takes them.
+        position_ids: (S,) or (B, S), of the whole sequence, 0, 1, 2, ... anew in each document.
 
-    def pieces(self, pair: Pair, row: int) -> list[Band]:
-        right = self.b.pieces(pair, row)
-        both = (intersect(x, y) for x in self.a.pieces(pair, row) for y in right)
-        return [band for band in both if band is not None]
-
-    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return self.a.allows(q_pos, k_pos) & self.b.allows(q_pos, k_pos)
-
-    def __str__(self) -> str:
-        return f"({self.a} & {self.b})"
-
-
-@dataclass(frozen=True)
-class _Or:
-    a: _Node
-    b: _Node
-    needs_band: ClassVar[bool] = True  # what one side leaves of the other can have any two edges
-
-    @property
-    def reach(self) -> int | None:
-        return None if self.a.reach is None or self.b.reach is None else max(self.a.reach, self.b.reach)
-
-    def pieces(self, pair: Pair, row: int) -> list[Band]:
-        left, rest = self.a.pieces(pair, row), self.b.pieces(pair, row)
-        for x in left:
-            rest = [part for y in rest for part in subtract(y, x)]
-        return left + rest
-
-    def allows(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return self.a.allows(q_pos, k_pos) | self.b.allows(q_pos, k_pos)
-
-    def __str__(self) -> str:
-        return f"({self.a} | {self.b})"
+    Raises:
+        ArgumentError: not exactly one argument, or one that is none of these.
+    """
+    given = {"lengths": lengths, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        raise ArgumentError(
+            f"Documents: expected one of lengths, cu_seqlens, position_ids, got {', '.join(names) or 'none'}; give one"
+        )
+    (name,) = names
+    values = _items(name, given[name])
+    rows = [_items(name, row) for row in values] if values and not isinstance(values[0], int) else [values]
+    counted = [[_count(name, value) for value in row] for row in rows]
+    edges = {"lengths": _edges_of_lengths, "cu_seqlens": _edges_of_sums, "position_ids": _edges_of_positions}[name]
+    return Mask(DocumentsNode(_shared([edges(row) for row in counted])))
 
 
-def _diagonal(pair: Pair, least: int | None, most: int | None) -> list[Band]:
-    """The pairs with ``least <= q_pos - k_pos <= most``."""
-    # q_pos - k_pos = ahead + step * (i - j)
-    ahead = pair.q_start - pair.k_start
-    lo = -pair.num_k if least is None else -((ahead - least) // pair.step)
-    hi = pair.num_q if most is None else (most - ahead) // pair.step
-    band = trim((0, pair.num_q), (0, pair.num_k), lo, hi)
-    return [] if band is None else [band]
+def _edges_of_lengths(lengths: list[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(accumulate(lengths, initial=0)))
 
 
-# The place in this tuple is the node's code in a spec.
-_NODES: tuple[type, ...] = (_Full, _Causal, _Window, _And, _Or)
+def _edges_of_sums(sums: list[int]) -> tuple[int, ...]:
+    if not sums or sums[0] != 0 or sums != sorted(sums):
+        raise ArgumentError(
+            f"cu_seqlens: expected sums that start at 0 and never fall, got {sums}; pass lengths instead"
+        )
+    return tuple(dict.fromkeys(sums))
 
 
-def _encode(node: _Node) -> list[int]:
-    """Prefix notation: the code, then the fields."""
-    words = [_NODES.index(type(node))]
-    for value in vars(node).values():
-        words += [value] if isinstance(value, int) else _encode(value)
-    return words
+def _edges_of_positions(positions: list[int]) -> tuple[int, ...]:
+    for before, at, position in zip(positions, range(1, len(positions)), positions[1:], strict=False):
+        if position not in (0, before + 1):
+            raise ArgumentError(
+                f"position_ids: expected 0, 1, 2, ... anew in each document, got {position} after {before} at {at}; "
+                "pass lengths or cu_seqlens instead"
+            )
+    first = positions[0] if positions else 0
+    if first != 0:
+        raise ArgumentError(f"position_ids: expected the whole sequence, from 0 on, got {first} first; unshard them")
+    starts = [at for at, position in enumerate(positions) if position == 0]
+    return (*starts, len(positions)) if positions else (0,)
 
 
-def _decode(words: Iterator[int]) -> _Node:
-    cls = _NODES[next(words)]
-    return cls(*(next(words) if field.type == "int" else _decode(words) for field in fields(cls)))
+def _items(name: str, value: Any) -> list[Any]:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, int):
+        return [value]
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ArgumentError(f"{name}: expected integers, got {type(value).__name__}; pass a list or a tensor of them")
+    return list(value)
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ArgumentError(f"{name}: expected integers of at least 0, got {value!r}; pass numbers of tokens")
+    return value
+
+
+def _shared(per_row: list[Any]) -> tuple[Any, ...]:
+    """Once for all batch rows, if they are all alike."""
+    if not per_row:
+        raise ArgumentError("mask: expected an entry, for all batch rows or for each, got none; give the lengths")
+    return tuple(per_row) if any(entry != per_row[0] for entry in per_row) else (per_row[0],)
 
 
 @lru_cache(maxsize=256)
 def decode_mask(words: tuple[int, ...]) -> Mask:
     """The mask of a spec."""
-    return Mask(_decode(iter(words)))
+    return Mask(decode(iter(words)))

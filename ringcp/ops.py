@@ -22,6 +22,7 @@ from ringcp.checks import (
     check_agree,
     check_group,
     check_lengths,
+    check_mask,
     check_mode,
     check_tensors,
     default_scale,
@@ -108,6 +109,7 @@ def attention_op(
             assert known_len is not None, "without it the ranks vote"
             layout = decode_layout(code, known_len, state.world_size)
             check_lengths([q.shape[2]], layout, [state.rank])
+        check_mask(mask, q, layout)
         context = ambient("context")
         if context is not None:
             context.saw_attention(needs_grad)

@@ -108,6 +108,7 @@ def sdpa(
         mode=context.mode,
         scale=scale,
         kernel=context.kernel,
+        sinks=None,
         return_lse=False,
         agree=context.agree,
         timeout=context.timeout,

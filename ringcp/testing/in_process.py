@@ -11,6 +11,7 @@ from torch import Tensor
 from ringcp.attention import as_sdpa_casts
 from ringcp.checks import (
     check_layout,
+    check_mask,
     check_mode,
     check_tensors,
     default_scale,
@@ -69,6 +70,7 @@ def in_process(
         raise LayoutError(
             f"layout: expected one for {seq_len} tokens on {world_size} ranks, got {lay!r}; make it with these numbers"
         )
+    check_mask(Full() if mask is None else mask, q, lay)
     out, lse = _InProcess.apply(q, k, v, lay, Full() if mask is None else mask, kernel, scale, return_lse)
     return (out, lse) if return_lse else out
 
