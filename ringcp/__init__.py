@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ringcp.attention import attention
+from ringcp.balance import Balanced
 from ringcp.context import context_parallel, context_parallel_unshard, current_context
 from ringcp.errors import (
     AgreementError,
@@ -19,7 +20,7 @@ from ringcp.interception import local_attention
 from ringcp.layout import Contiguous, HeadTail, Layout, Striped
 from ringcp.mask import Causal, Chunked, Documents, Full, Mask, Padding, Prefix, Window
 from ringcp.record import record
-from ringcp.sharding import all_gather, shard, unshard
+from ringcp.sharding import all_gather, make_layout, shard, unshard
 from ringcp.varlen import attention_varlen
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AgreementError",
     "ArgumentError",
+    "Balanced",
     "Causal",
     "Chunked",
     "Contiguous",
@@ -54,6 +56,7 @@ __all__ = [
     "context_parallel_unshard",
     "current_context",
     "local_attention",
+    "make_layout",
     "record",
     "shard",
     "unshard",

@@ -2,7 +2,7 @@
 
 A `Band` is the set of pairs (i, j) with ``q[0] <= i < q[1]``, ``k[0] <= j < k[1]`` and
 ``lo <= i - j <= hi``. Full, causal and window attention are bands. `lo` and `hi` are always finite: an
-edge that cuts nothing off lies on the corner of the rectangle. All functions here are O(1).
+edge that cuts nothing off lies on the corner of the rectangle. Functions of one or two bands are O(1).
 """
 
 from __future__ import annotations
@@ -140,3 +140,14 @@ def merge_all(bands: Iterable[Band]) -> list[Band]:
             band = joined
         result.append(band)
     return result
+
+
+def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Sorted disjoint ranges that cover the same numbers; touching ones are joined."""
+    result: list[Range] = []
+    for start, stop in sorted(ranges):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
+        else:
+            result.append((start, stop))
+    return tuple(result)

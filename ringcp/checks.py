@@ -153,6 +153,11 @@ def layout_problem(layout: object) -> str:
     if isinstance(layout, Layout) or (isinstance(layout, str) and layout in LAYOUT_NAMES):
         return ""
     names = ", ".join(LAYOUT_NAMES)
+    if layout == "balanced":
+        return (
+            f"layout: expected a Layout or one of {names}, got 'balanced', which needs the mask to balance by; pass "
+            "layout=ringcp.Balanced(seq_len, mesh.size(), mask)"
+        )
     return f"layout: expected a Layout or one of {names}, got {shown(layout)}; choose one of these"
 
 

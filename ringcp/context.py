@@ -15,13 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringcp.attention import option_problem
+from ringcp.balance import choose_layout
 from ringcp.checks import check_agree, check_layout, check_mode, mask_problem, shown
 from ringcp.errors import ArgumentError, LayoutError, RingcpError, UnsupportedError
 from ringcp.groups import GroupState, group_of, state_of
 from ringcp.inplace import Buffer, saving_shards, sharded_in_place
 from ringcp.interception import active_session, intercepted, is_active
 from ringcp.kernels.registry import check_kernel_name
-from ringcp.layout import Layout, layout_named
+from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
 from ringcp.mask import Mask
 from ringcp.sdpa import Context, make_context
 from ringcp.sharding import unshard, vote
@@ -66,8 +67,10 @@ def context_parallel(
         buffer_seq_dims: the sequence dim of each buffer; negative ones count from the end.
         no_restore_buffers: those of `buffers` that remain shards after the body.
         mode: "ring", or "auto", which means ring so far.
-        layout: which rank owns which tokens: a `Layout` or a name; "auto" is head-tail.
+        layout: which rank owns which tokens: a `Layout` or a name. "auto" is what `make_layout` makes of `mask` if
+            there are a mask and buffers to say how long the sequence is, otherwise head-tail.
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
+            Say here all that the calls leave out, so that the work is balanced by it: ``Documents(...) & Causal()``.
             None: as each call says; it is refused if a buffer looks like the position ids of packed documents.
         kernel: as in `ringcp.attention`.
         ulysses_degree: not supported yet.
@@ -97,7 +100,7 @@ def context_parallel(
     try:
         _check_options(mode, layout, mask, kernel, ulysses_degree, agree, timeout, state.world_size)
         given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
-        layout = _sized(layout, given, state.world_size)
+        layout = _sized(layout, given, mask, state.world_size)
         if mask is None:
             _check_no_documents(given)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -196,9 +199,10 @@ def context_parallel_unshard(
         elif left == "head_tail":
             layout = left
         else:
+            made = f'layout="{left}"' if left in LAYOUT_NAMES else "layout=ctx.layout (ctx is what `with` gave)"
             raise LayoutError(
                 "layout: expected one, since the last context on this mesh was not head_tail, got None; "
-                f'pass layout="{left}" for what that context made'
+                f"pass {made} for what that context made"
             )
     return [unshard(x, mesh, dim=dim, layout=layout) for x, dim in zip(buffers, seq_dims, strict=True)]
 
@@ -330,20 +334,23 @@ def _restarts(rows: Tensor) -> bool:
     return bool(found.all())
 
 
-def _sized(layout: Layout | str, given: Sequence[_Given], world_size: int) -> Layout | str:
+def _sized(layout: Layout | str, given: Sequence[_Given], mask: Mask | None, world_size: int) -> Layout | str:
     """The layout with its length, from the buffers if there are any."""
-    name = "head_tail" if layout == "auto" else layout
     if isinstance(layout, Layout):
         seq_len, like = layout.seq_len, repr(layout)
     elif given:
         seq_len = Counter(g.seq_len for g in given).most_common(1)[0][0]
         like = next(g.name for g in given if g.seq_len == seq_len)
     else:
-        return name
+        return "head_tail" if layout == "auto" else layout
     for g in given:
         if g.seq_len != seq_len:
             raise LayoutError(
                 f"{g.name}: expected {seq_len} tokens in dim {g.dim}, like {like}, got {g.seq_len}; cut a longer table "
                 "to the length of the sequence, and what is no part of it with ringcp.shard"
             )
-    return layout if isinstance(layout, Layout) else layout_named(str(name), seq_len, world_size)
+    if isinstance(layout, Layout):
+        return layout
+    if layout == "auto" and mask is not None:
+        return choose_layout(mask, seq_len, world_size)
+    return layout_named(layout, seq_len, world_size)

@@ -8,7 +8,8 @@ of ranks, local lengths differ by a token or two, nothing is padded, and a rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from ringcp.spec import host_int64
 
 _PRINTED_RANKS = 16
 _PRINTED_TOKENS = 64
+_PRINTED_RUNS = 8
 
 
 class Span(NamedTuple):
@@ -50,6 +52,11 @@ def _chunk(seq_len: int, num_chunks: int, i: int) -> Span:
     return Span(i * seq_len // num_chunks, (i + 1) * seq_len // num_chunks)
 
 
+def chunks(seq_len: int, num_chunks: int) -> list[Span]:
+    """The chunks of a sequence, whose edges are ``floor(i * S / n)``; some are empty if there are more than tokens."""
+    return [_chunk(seq_len, num_chunks, i) for i in range(num_chunks)]
+
+
 class _Kind(NamedTuple):
     name: str
     cls: str
@@ -65,32 +72,38 @@ _KINDS = (
 _CODES = {kind.name: code for code, kind in enumerate(_KINDS)}
 _CODES["auto"] = _CODES["head_tail"]
 LAYOUT_NAMES = tuple(_CODES)
+# The code after those: a layout that is not told by its name, since its spec says who owns which chunk.
+DEALT = len(_KINDS)
 
 UNSIZED = -1
 
 
 class Layout:
-    """Which rank owns which tokens. Make one with `Contiguous`, `HeadTail` or `Striped`.
+    """Which rank owns which tokens. Make one with `Contiguous`, `HeadTail`, `Striped` or `Balanced`.
 
     Attributes:
         seq_len: number of tokens of the whole sequence.
         world_size: number of ranks.
-        spec: int64 (3,) CPU tensor that encodes the layout; all that traced code touches.
+        owners: of a `Balanced` layout, the rank that owns each chunk; otherwise empty.
+        spec: int64 (3 + chunks,) CPU tensor that encodes the layout; all that traced code touches.
     """
 
-    def __init__(self, code: int, seq_len: int, world_size: int) -> None:
+    def __init__(self, code: int, seq_len: int, world_size: int, owners: tuple[int, ...] = ()) -> None:
         for name, value, least in (("seq_len", seq_len, 0), ("world_size", world_size, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise LayoutError(f"{name}: expected an integer of at least {least}, got {value!r}; give an int")
         self.seq_len = seq_len
         self.world_size = world_size
+        self.owners = owners
         self._code = code
-        self.spec = host_int64([code, seq_len, world_size])
+        self.spec = host_int64([code, seq_len, world_size, *owners])
+        if owners:
+            torch._dynamo.maybe_mark_dynamic(self.spec, 0)
 
     @property
     def name(self) -> str:
-        """The word that `layout=` takes for a layout of this kind."""
-        return _KINDS[self._code].name
+        """The word that `layout=` takes for a layout of this kind; "balanced" is none, since it needs a mask."""
+        return "balanced" if self.owners else _KINDS[self._code].name
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The runs of positions that `rank` owns, in local order; none of them is empty."""
@@ -98,7 +111,17 @@ class Layout:
             raise LayoutError(
                 f"rank: expected 0 <= rank < world_size = {self.world_size}, got {rank}; pass mesh.get_local_rank()"
             )
+        if self.owners:
+            return self._dealt[rank]
         return _spans(self._code, self.seq_len, self.world_size, rank)
+
+    @cached_property
+    def _dealt(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of every rank, from one look at the owners."""
+        spans: list[list[Span]] = [[] for _ in range(self.world_size)]
+        for owner, chunk in zip(self.owners, chunks(self.seq_len, len(self.owners)), strict=True):
+            spans[owner].append(chunk)
+        return tuple(map(_joined, spans))
 
     def local_len(self, rank: int) -> int:
         """Number of tokens that `rank` owns."""
@@ -145,26 +168,41 @@ class Layout:
         return dim
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def key(self) -> tuple[int, ...]:
         """The spec as a tuple: equal for equal layouts."""
-        return (self._code, self.seq_len, self.world_size)
+        return (self._code, self.seq_len, self.world_size, *self.owners)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self.key == other.key
+        return self is other or (isinstance(other, Layout) and self.key == other.key)
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(self.key)
 
     def __repr__(self) -> str:
-        return f"{_KINDS[self._code].cls}({self.seq_len}, {self.world_size})"
+        """Short, and different for different layouts: what ranks compare in a vote."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        if not self.owners:
+            return f"{_KINDS[self._code].cls}({self.seq_len}, {self.world_size})"
+        digest = blake2b(repr(self.owners).encode(), digest_size=8).hexdigest()
+        return f"Balanced({self.seq_len}, {self.world_size}, {len(self.owners)} chunks #{digest})"
 
     def __str__(self) -> str:
         """Who owns what: a line a rank, and a letter a token where the sequence is short."""
         lines = [f"{self!r}"]
         for rank in range(min(self.world_size, _PRINTED_RANKS)):
+            spans = self.spans(rank)
             runs = " ".join(
-                f"[{s.start}, {s.stop})" + (f" step {s.step}" if s.step > 1 else "") for s in self.spans(rank)
+                f"[{s.start}, {s.stop})" + (f" step {s.step}" if s.step > 1 else "") for s in spans[:_PRINTED_RUNS]
             )
+            if len(spans) > _PRINTED_RUNS:
+                runs += f" and {len(spans) - _PRINTED_RUNS} more"
             line = f"  rank {rank}: {self.local_len(rank)} token{'s' * (self.local_len(rank) != 1)}  {runs or 'none'}"
             if self.seq_len <= _PRINTED_TOKENS:
                 owned = {p for span in self.spans(rank) for p in range(*span)}
@@ -177,8 +215,13 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def _spans(code: int, seq_len: int, world_size: int, rank: int) -> tuple[Span, ...]:
+    return _joined(_KINDS[code].spans(seq_len, world_size, rank))
+
+
+def _joined(given: Sequence[Span]) -> tuple[Span, ...]:
+    """The spans without empty ones, neighbours in one."""
     spans: list[Span] = []
-    for span in _KINDS[code].spans(seq_len, world_size, rank):
+    for span in given:
         if spans and span.step == 1 == spans[-1].step and spans[-1].stop == span.start:
             spans[-1] = Span(spans[-1].start, span.stop)
         elif span.length:
@@ -215,6 +258,6 @@ _UNSIZED_SPECS = {name: host_int64([code, UNSIZED, UNSIZED]) for name, code in _
 
 
 @lru_cache(maxsize=1024)
-def decode_layout(code: int, seq_len: int, world_size: int) -> Layout:
+def decode_layout(code: int, seq_len: int, world_size: int, *owners: int) -> Layout:
     """The layout of a spec, its length and world size filled in."""
-    return Layout(code, seq_len, world_size)
+    return Layout(code, seq_len, world_size, owners)

@@ -96,7 +96,10 @@ class Mask:
     def problem(self, batch: int, seq_len: int) -> str:
         """Why the mask does not fit a batch of sequences of this length; empty if it does."""
         if self.rows not in (None, batch):
-            return f"mask: expected one entry for each of {batch} batch rows, or one for all, got {self.rows} in {self}"
+            return (
+                f"mask: expected one entry for each of {batch} batch rows, or one for all, got {self.rows} in {self}; "
+                "give one entry a batch row"
+            )
         wrong = self._node.problem(seq_len)
         return f"mask: expected {wrong} in {self}; give what the sequence holds" if wrong else ""
 

@@ -78,7 +78,7 @@ def attention_op(
         try:
             if refused:
                 raise ArgumentError(refused)
-            code, given_len, given_world = layout_spec.tolist()
+            code, given_len, given_world, *owners = layout_spec.tolist()
             mask = _decoded_mask(mask_spec)
             check_tensors(q, k, v)
             check_group(q, group)
@@ -94,20 +94,20 @@ def attention_op(
             refusal.__cause__ = error
 
         words = "" if refusal is not None else (
-            f"call=attention; q={_facts(q)}; k={_facts(k)}; v={_facts(v)}; layout={_layout_text(code, given_len)}; "
+            f"call=attention; q={_facts(q)}; k={_facts(k)}; v={_facts(v)}; layout={_layout_text(layout_spec)}; "
             f"mask={mask}; mode={mode}; kernel={chosen.name}; scale={scale}; seq_len={seq_len}; agree={agree_when}; "
             f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; plan={PLAN_VERSION}"
         )  # fmt: skip
         if agree_when != "context" or (given_len == UNSIZED and seq_len is None):
             lengths = agree(state, call, words, q.shape[2] if q.ndim == 4 else 0, refusal, timeout)
-            layout = decode_layout(code, sum(lengths) if known_len is None else known_len, state.world_size)
+            layout = decode_layout(code, sum(lengths) if known_len is None else known_len, state.world_size, *owners)
             check_lengths(lengths, layout, range(state.world_size))
         elif refusal is not None:
             _log.error("rank %d refuses call %d, and its peers do not vote: %s", state.rank, call, refusal)
             raise refusal
         else:
             assert known_len is not None, "without it the ranks vote"
-            layout = decode_layout(code, known_len, state.world_size)
+            layout = decode_layout(code, known_len, state.world_size, *owners)
             check_lengths([q.shape[2]], layout, [state.rank])
         check_mask(mask, q, layout)
         context = ambient("context")
@@ -153,7 +153,8 @@ def attention_backward_op(
     if 0 in (q.shape[0], q.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     kernel = kernel_at(index)
-    layout = decode_layout(int(layout_spec[0]), seq_len, state.world_size)
+    code, _, _, *owners = layout_spec.tolist()
+    layout = decode_layout(code, seq_len, state.world_size, *owners)
     steps = _plan(layout, _decoded_mask(mask_spec), state, kernel, q, k)
     factor = default_scale(q) if scale is None else scale
     job = Job(steps, kernel, factor, P2P(group, timeout), call, fingerprint)
@@ -230,7 +231,10 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _layout_text(code: int, seq_len: int) -> str:
+def _layout_text(spec: Tensor) -> str:
+    code, seq_len, world_size, *owners = spec.tolist()
+    if owners:
+        return repr(decode_layout(code, seq_len, world_size, *owners))
     name = decode_layout(code, 0, 1).name
     return name if seq_len == UNSIZED else f"{name} of {seq_len} tokens"
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from ringcp.band import Band, Range
+from ringcp.band import Band, Range, union
 from ringcp.errors import LayoutError
 from ringcp.layout import Layout, Span
 from ringcp.mask import Pieces
@@ -237,29 +237,18 @@ def _placed(layout: Layout, rank: int) -> list[tuple[int, Span]]:
 
 def _needed_rows(layout: Layout, mask: Pieces, rank: int, source: int) -> tuple[Range, ...]:
     """The rows of `source` that some query of `rank` attends to."""
-    return _union(tile.band.k for tile in _tiles(layout, mask, rank, source))
+    return union(tile.band.k for tile in _tiles(layout, mask, rank, source))
 
 
 def _fetch(layout: Layout, mask: Pieces, rank: int, source: int) -> Step:
     """A step on exactly the needed rows of `source`: key rows are counted within the rows in hand."""
     tiles = _tiles(layout, mask, rank, source)
-    rows = _union(tile.band.k for tile in tiles)
+    rows = union(tile.band.k for tile in tiles)
     starts = [start for start, _ in rows]
     # Row start of range n lies at (rows before it) in the block in hand.
     moved = [at - start for at, (start, _) in zip(accumulate((b - a for a, b in rows), initial=0), rows, strict=False)]
     placed = (t._replace(band=t.band.shift(k=moved[bisect_right(starts, t.band.k[0]) - 1])) for t in tiles)
     return Step(source, rows, tuple(placed))
-
-
-def _union(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Sorted disjoint ranges that cover the same numbers; touching ones are joined."""
-    result: list[Range] = []
-    for start, stop in sorted(ranges):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(stop, result[-1][1]))
-        else:
-            result.append((start, stop))
-    return tuple(result)
 
 
 @dataclass(frozen=True)
@@ -305,7 +294,7 @@ def _needs(layout: Layout, mask: Pieces) -> _Needs:
 
 def _needed_positions(layout: Layout, mask: Pieces, rank: int) -> tuple[Range, ...]:
     sequence = Span(0, layout.seq_len)
-    return _union(
+    return union(
         band.k
         for row in range(mask.rows or 1)
         for span in layout.spans(rank)

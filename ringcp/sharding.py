@@ -1,4 +1,4 @@
-"""`shard`, `unshard` and `all_gather`: between whole sequences and the shards of a layout. Differentiable.
+"""`make_layout`, and `shard`, `unshard`, `all_gather`: between whole sequences and shards of a layout. Differentiable.
 
 The gradients are those of the sum over ranks of each rank's loss: what one rank holds whole and all ranks cut from
 is summed over all of them. They are our own functions, since the differentiable collectives of torch break in subgroups
@@ -16,13 +16,38 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcp.agreement import agree
-from ringcp.checks import check_layout, refuse_create_graph
+from ringcp.balance import choose_layout
+from ringcp.checks import check_layout, mask_problem, refuse_create_graph
 from ringcp.errors import ArgumentError, LayoutError, PeerError, RingcpError
 from ringcp.groups import GroupState, group_of, state_of
 from ringcp.layout import Layout, layout_named
+from ringcp.mask import Mask
 from ringcp.merge import accumulator_dtype
 
 T = TypeVar("T")
+
+
+def make_layout(mask: Mask | None, seq_len: int, mesh: DeviceMesh) -> Layout:
+    """The layout that suits a mask: what ``layout="auto"`` means in a `context_parallel` with a mask.
+
+    Head-tail for causal and for full attention; contiguous for a window that reaches less far than a rank's share of
+    the tokens; `ringcp.Balanced` for documents and all else. Nothing is sent: every rank makes the same.
+
+    Args:
+        mask: the mask of the calls, with all that it leaves out (``Documents(...) & Causal()`` where calls are causal);
+            None is full attention.
+        seq_len: number of tokens of the whole sequence.
+        mesh: the 1-D mesh over which the sequence is split.
+
+    Raises:
+        ArgumentError: a `mask` that is none.
+        LayoutError: a mesh that is not 1-D, a length that is none, or a mask of a longer sequence.
+    """
+    group = group_of(mesh)
+    wrong = mask_problem(mask)
+    if wrong:
+        raise ArgumentError(wrong)
+    return choose_layout(mask, seq_len, state_of(group).world_size)
 
 
 def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto") -> Tensor:

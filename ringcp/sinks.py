@@ -19,4 +19,6 @@ def fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     # A finite stand-in for -inf: (-inf) - (-inf) has no value, and its gradient none either.
     sink = sinks.to(lse.dtype).clamp_min(torch.finfo(lse.dtype).min / 2)[None, :, None]
     weight = torch.sigmoid(lse - sink)  # exp(lse - lse') without the rounding of lse'
-    return (out * weight.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sink)
+    # The fill is for backward: what the gradient holds in rows that attend to nothing (padding) is not the sinks'.
+    folded = (out * weight.unsqueeze(-1)).to(out.dtype).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
+    return folded, torch.where(torch.isneginf(sinks)[None, :, None], lse, torch.logaddexp(lse, sink))

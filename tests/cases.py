@@ -14,6 +14,7 @@ from torch import Tensor
 
 import ringcp
 from ringcp.layout import layout_named
+from ringcp.mask import Mask
 from ringcp.testing import assert_close, reference_attention
 
 
@@ -43,19 +44,72 @@ MASKS = {
     "two_sided": ringcp.Window(4, 2),
     "and": ringcp.Window(9, 9) & ringcp.Causal(),
     "or": ringcp.Window(1, 3) | (ringcp.Window(6, 0) & ringcp.Window(11, 5)),
+    "chunked": ringcp.Chunked(8) & ringcp.Causal(),
 }
 
-# The same, written out once more without ringcp's masks: which pairs attend, by query position minus key position.
-ALLOWED: dict[str, Callable[[Tensor], Tensor]] = {
-    "full": lambda ahead: ahead == ahead,
-    "causal": lambda ahead: ahead >= 0,
-    "window_1": lambda ahead: ahead == 0,
-    "window_3": lambda ahead: (ahead >= 0) & (ahead < 3),
-    "window_8": lambda ahead: (ahead >= 0) & (ahead < 8),
-    "window_17": lambda ahead: (ahead >= 0) & (ahead < 17),
-    "two_sided": lambda ahead: (ahead >= -2) & (ahead <= 4),
-    "and": lambda ahead: (ahead >= 0) & (ahead <= 9),
-    "or": lambda ahead: (ahead >= -3) & (ahead <= 6),
+# The same, written out once more without ringcp's masks: which query positions attend to which key positions.
+ALLOWED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "full": lambda q, k: q - k == q - k,
+    "causal": lambda q, k: q >= k,
+    "window_1": lambda q, k: q == k,
+    "window_3": lambda q, k: (q >= k) & (q < k + 3),
+    "window_8": lambda q, k: (q >= k) & (q < k + 8),
+    "window_17": lambda q, k: (q >= k) & (q < k + 17),
+    "two_sided": lambda q, k: (q >= k - 2) & (q <= k + 4),
+    "and": lambda q, k: (q >= k) & (q <= k + 9),
+    "or": lambda q, k: (q >= k - 3) & (q <= k + 6),
+    "chunked": lambda q, k: (q >= k) & (q // 8 == k // 8),
+}
+
+
+def packed(seq_len: int, row: int = 0) -> list[int]:
+    """Documents of few and of many tokens, some of none, in most of a sequence; other ones in each batch row."""
+    draw = random.Random(31 * seq_len + row)
+    lengths, left = [], seq_len - seq_len // 8
+    while left:
+        lengths.append(min(left, draw.choice((0, 1, 1, 2, 5, 9, 17))))
+        left -= lengths[-1]
+    return lengths
+
+
+def valid(seq_len: int, row: int = 0) -> int:
+    """Valid tokens of a padded row: most of them, but none in a third row."""
+    return seq_len * (row + 3) // 5 if row < 2 else 0
+
+
+# Masks that depend on the length of the sequence and have an entry for each batch row: made of both.
+MASKS_OF: dict[str, Callable[[int, int], Mask]] = {
+    "documents": lambda n, rows: ringcp.Documents([packed(n, r) for r in range(rows)]) & ringcp.Causal(),
+    "documents_shared": lambda n, rows: ringcp.Causal() & ringcp.Documents(packed(n)),
+    "documents_full": lambda n, rows: ringcp.Documents([packed(n, r) for r in range(rows)]),
+    "documents_window": lambda n, rows: ringcp.Window(4, 1) & ringcp.Documents([packed(n, r) for r in range(rows)]),
+    "prefix": lambda n, rows: ringcp.Prefix([n * (r + 1) // 4 for r in range(rows)]),
+    "padding": lambda n, rows: ringcp.Padding([valid(n, r) for r in range(rows)]) & ringcp.Causal(),
+    "left_padding": lambda n, rows: ringcp.Padding([valid(n, r) for r in range(rows)], side="left", seq_len=n),
+    "documents_or_window": lambda n, rows: ringcp.Documents([packed(n, r) for r in range(rows)]) | ringcp.Window(3),
+}
+
+
+def _document(lengths: list[int], positions: Tensor) -> Tensor:
+    """How many documents end at or before each position."""
+    return sum((positions >= sum(lengths[: n + 1])).long() for n in range(len(lengths)))
+
+
+def _same_document(q: Tensor, k: Tensor, n: int, row: int) -> Tensor:
+    lengths = packed(n, row)
+    return (_document(lengths, q) == _document(lengths, k)) & (q < sum(lengths)) & (k < sum(lengths))
+
+
+# Written out, for one batch row: (q, k, seq_len, row).
+ALLOWED_OF: dict[str, Callable[[Tensor, Tensor, int, int], Tensor]] = {
+    "documents": lambda q, k, n, row: _same_document(q, k, n, row) & (q >= k),
+    "documents_shared": lambda q, k, n, row: _same_document(q, k, n, 0) & (q >= k),
+    "documents_full": _same_document,
+    "documents_window": lambda q, k, n, row: _same_document(q, k, n, row) & (q >= k - 1) & (q <= k + 4),
+    "prefix": lambda q, k, n, row: (k < n * (row + 1) // 4) | (k <= q),
+    "padding": lambda q, k, n, row: (q < valid(n, row)) & (k <= q),
+    "left_padding": lambda q, k, n, row: (q >= n - valid(n, row)) & (k >= n - valid(n, row)),
+    "documents_or_window": lambda q, k, n, row: _same_document(q, k, n, row) | ((q >= k) & (q <= k + 3)),
 }
 
 LAYOUTS = ("contiguous", "head_tail", "striped")
@@ -104,6 +158,10 @@ def matrix(world_size: int) -> Iterator[Case]:
     draw = random.Random(world_size).choice
     for layout, mask, seq_len in itertools.product(LAYOUTS, MASKS, lengths(world_size)):
         rest = (draw(list(HEADS)), draw(INPUTS), draw(STRIDES), draw(UPSTREAMS), draw(KERNELS))
+        yield Case(seq_len, mask, layout, *rest)
+    for layout, mask, seq_len in itertools.product(LAYOUTS, MASKS_OF, (1, world_size, 33, 37)):
+        # In batches of two, whose rows differ.
+        rest = (draw(("gqa", "mqa", "narrow_v")), draw(INPUTS), draw(STRIDES), draw(UPSTREAMS), draw(KERNELS))
         yield Case(seq_len, mask, layout, *rest)
     for heads, strides, upstream in itertools.product(HEADS, STRIDES, UPSTREAMS):
         seq_len, mask, layout = draw((24, 33, 37)), draw(list(MASKS)), draw(LAYOUTS)
@@ -178,17 +236,30 @@ def differentiated(case: Case, tensors: Tensors, attend: Callable[..., object]) 
     return named if lse is None else {**named, "lse": lse.detach()}
 
 
-def allowed(mask: str, seq_len: int) -> Tensor:
-    """The mask as a bool tensor (S, S): True where the query of the row attends to the key of the column."""
-    positions = torch.arange(seq_len)
-    return ALLOWED[mask](positions[:, None] - positions)
+def mask_of(case: Case) -> Mask | None:
+    """The mask of a case, by its name."""
+    if case.mask in MASKS_OF:
+        return MASKS_OF[case.mask](case.seq_len, HEADS[case.heads].batch)
+    return MASKS[case.mask]
+
+
+def allowed(mask: str, seq_len: int, batch: int = 1) -> Tensor:
+    """The mask as a bool tensor (S, S): True where the query of the row attends to the key of the column.
+
+    One of MASKS_OF is (B, 1, S, S).
+    """
+    k = torch.arange(seq_len)
+    q = k[:, None]
+    if mask in ALLOWED:
+        return ALLOWED[mask](q, k)
+    return torch.stack([ALLOWED_OF[mask](q, k, seq_len, row) for row in range(batch)])[:, None]
 
 
 def expected(case: Case, tensors: Tensors) -> dict[str, Tensor]:
     """What the definition of attention gives, in fp64."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> object:
-        out, lse = reference_attention(q, k, v, mask=allowed(case.mask, case.seq_len))
+        out, lse = reference_attention(q, k, v, mask=allowed(case.mask, case.seq_len, len(q)))
         return (out, lse) if return_lse else out
 
     return differentiated(case, Tensors(*(x.double() for x in tensors)), attend)
@@ -216,7 +287,7 @@ def run_case(mesh, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> object:
         # Odd lengths come with a layout that knows them, even ones with its name, for the vote to find out.
         given = layout if case.seq_len % 2 else case.layout
-        mask, kernel = MASKS[case.mask], case.kernel
+        mask, kernel = mask_of(case), case.kernel
         return ringcp.attention(q, k, v, mesh=mesh, mask=mask, layout=given, kernel=kernel, return_lse=return_lse)
 
     got = differentiated(case, local, attend)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from ringcp import Causal, Contiguous, Full, HeadTail, Striped, Window
+from ringcp import Causal, Chunked, Contiguous, Documents, Full, HeadTail, Padding, Prefix, Striped, Window
 from ringcp.band import Band, subtract, trim
 from ringcp.layout import Layout, Span
 from ringcp.mask import Mask, Pieces
@@ -52,7 +52,7 @@ def allowed_pairs(mask: Pieces, seq_len: int) -> np.ndarray:
     """The mask written out: bool (batch rows with masks of their own or 1, S, S)."""
     if isinstance(mask, Mask):
         positions = torch.arange(seq_len)
-        return mask.dense(positions, positions).numpy()[None]
+        return mask.dense(positions, positions).reshape(mask.rows or 1, seq_len, seq_len).numpy()
     allowed = np.zeros((mask.rows or 1, seq_len, seq_len), dtype=bool)
     for row, bands in enumerate(mask.of_row):
         for band in bands:
@@ -313,8 +313,19 @@ def any_bands(draw, seq_len: int) -> Bands:
     return Bands(of_row, rows, draw(st.sampled_from([None, farthest])))
 
 
+def of_each_row(make, entries):
+    """A mask with one entry for all batch rows, or one for each of two."""
+    return st.one_of(st.lists(entries, min_size=1, max_size=1), st.lists(entries, min_size=2, max_size=2)).map(make)
+
+
 leaves = st.one_of(
-    st.sampled_from([Full(), Causal()]), st.builds(Window, st.integers(0, 20), st.sampled_from([0, 0, 1, 6]))
+    st.sampled_from([Full(), Causal()]),
+    st.builds(Window, st.integers(0, 20), st.sampled_from([0, 0, 1, 6])),
+    of_each_row(Documents, st.lists(st.one_of(st.integers(0, 2), st.integers(0, 30)), max_size=8)),
+    of_each_row(Prefix, st.integers(0, 40)),
+    of_each_row(Padding, st.integers(0, 40)),
+    of_each_row(lambda valid: Padding(valid, side="left", seq_len=40), st.integers(0, 40)),
+    st.builds(Chunked, st.integers(1, 20)),
 )
 expressions = st.recursive(
     leaves, lambda m: st.builds(lambda a, b, c: a & b if c else a | b, m, m, st.booleans()), max_leaves=3
@@ -326,6 +337,6 @@ def any_call(draw, max_world: int, max_len: int, min_world: int = 1) -> tuple[La
     """A layout, a mask and a topology that fit each other."""
     world_size, seq_len = draw(st.integers(min_world, max_world)), draw(st.integers(0, max_len))
     layout = draw(st.sampled_from([Contiguous, HeadTail, Striped]))(seq_len, world_size)
-    mask = draw(st.one_of(expressions, any_bands(seq_len)))
+    mask = draw(st.one_of(leaves, expressions, any_bands(seq_len)))
     order = draw(st.one_of(st.just(list(range(world_size))), st.permutations(range(world_size))))
     return layout, mask, Topology(tuple(order))

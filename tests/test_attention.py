@@ -7,6 +7,7 @@ import torch
 from cases import (
     LAYOUTS,
     MASKS,
+    MASKS_OF,
     Case,
     allowed,
     assert_none,
@@ -14,6 +15,7 @@ from cases import (
     differences,
     differentiated,
     expected,
+    mask_of,
     matrix,
     run_case,
     whole,
@@ -26,7 +28,8 @@ from ringcp.testing import reference_attention
 
 
 def layout_cases(*names: str, **fields) -> list[Case]:
-    return [Case(layout=layout, mask=mask, **fields) for layout, mask in itertools.product(LAYOUTS, names or MASKS)]
+    masks = names or (*MASKS, *MASKS_OF)
+    return [Case(layout=layout, mask=mask, **fields) for layout, mask in itertools.product(LAYOUTS, masks)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
@@ -97,7 +100,7 @@ def inputs_of_rank(mesh, case):
     right = expected(case._replace(upstream="out"), tensors)
     grads = {name: layout.shard(right[name], mesh.get_local_rank(), 2) for name in ("dq", "dk", "dv")}
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    return leaves, dout, grads, {"mesh": mesh, "mask": MASKS[case.mask], "layout": layout}
+    return leaves, dout, grads, {"mesh": mesh, "mask": mask_of(case), "layout": layout}
 
 
 def named(grads):
@@ -197,8 +200,8 @@ def whole_results(mesh, cases):
         tensors = whole(case, 1)
         local = type(tensors)(*(layout.shard(x, mesh.get_local_rank(), 2) for x in tensors))
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, mask=MASKS[case.mask], layout=layout) -> object:
-            return ringcp.attention(q, k, v, mesh=mesh, mask=mask, layout=layout, return_lse=return_lse)
+        def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, case=case, layout=layout) -> object:
+            return ringcp.attention(q, k, v, mesh=mesh, mask=mask_of(case), layout=layout, return_lse=return_lse)
 
         got = differentiated(case, local, attend)
         results.append({name: ringcp.unshard(x, mesh, dim=2, layout=layout) for name, x in got.items()})
@@ -223,7 +226,9 @@ def moved(mesh, probes, seq_len):
         other_k[:, :, key] += 1.5
         other_v[:, :, key] *= -3.0
 
-        def attend(k: Tensor, v: Tensor, mask=MASKS[mask], layout=layout) -> Tensor:
+        made = mask_of(Case(seq_len, mask, heads="mha"))  # for one batch row, so that it holds for both of q
+
+        def attend(k: Tensor, v: Tensor, mask=made, layout=layout) -> Tensor:
             local = (layout.shard(x, rank, 2) for x in (q, k, v))
             return ringcp.attention(*local, mesh=mesh, mask=mask, layout=layout)
 
@@ -234,12 +239,13 @@ def moved(mesh, probes, seq_len):
 
 
 @pytest.mark.report("1.26")
+@pytest.mark.report("1.27")
 def test_a_key_moves_the_outputs_of_the_queries_that_see_it_and_no_others(worlds):
-    masks = ("causal", "window_8", "two_sided", "or", "full")
+    masks = ("causal", "window_8", "two_sided", "or", "full", "chunked", *MASKS_OF)
     probes = list(itertools.product(masks, LAYOUTS, (0, 13, 36)))
     by_rank = worlds(4).run(moved, probes, 37)
     for (mask, layout, key), *positions in zip(probes, *by_rank, strict=True):
-        seen = allowed(mask, 37)[:, key]
+        seen = allowed(mask, 37).reshape(37, 37)[:, key]
         assert sorted(itertools.chain(*positions)) == seen.nonzero().flatten().tolist(), (mask, layout, key)
 
 

@@ -11,6 +11,7 @@ from cases import (
     INPUTS,
     LAYOUTS,
     MASKS,
+    MASKS_OF,
     STRIDES,
     UPSTREAMS,
     Case,
@@ -19,6 +20,7 @@ from cases import (
     differences,
     differentiated,
     expected,
+    mask_of,
     restride,
     whole,
 )
@@ -41,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def results(case: Case, world_size: int, tensors: Tensors) -> dict[str, Tensor]:
     def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> object:
-        options = {"mask": MASKS[case.mask], "layout": case.layout, "kernel": case.kernel}
+        options = {"mask": mask_of(case), "layout": case.layout, "kernel": case.kernel}
         return in_process(q, k, v, world_size=world_size, return_lse=return_lse, **options)
 
     return differentiated(case, tensors, attend)
@@ -55,6 +57,9 @@ def cases(world_size: int) -> Iterator[Case]:
     for layout, mask, seq_len in itertools.product(LAYOUTS, MASKS, lengths):
         upstream, kernel, heads, inputs, strides = next(drawn)
         yield Case(seq_len, mask, layout, heads, inputs, strides, upstream, kernel)
+    for layout, mask, seq_len in itertools.product(LAYOUTS, MASKS_OF, (world_size + 1, 33)):
+        upstream, kernel, _, inputs, strides = next(drawn)
+        yield Case(seq_len, mask, layout, "gqa", inputs, strides, upstream, kernel)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
@@ -69,7 +74,7 @@ def test_exact(world_size):
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
-@pytest.mark.parametrize("mask", ["full", "causal", "window_3", "two_sided"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window_3", "two_sided", "documents", "prefix"])
 @pytest.mark.report("1.15")
 def test_gradcheck(mask, kernel):
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +85,7 @@ def test_gradcheck(mask, kernel):
         )
 
         def attend(q: Tensor, k: Tensor, v: Tensor, world_size=world_size, layout=layout) -> object:
-            options = {"mask": MASKS[mask], "layout": layout, "kernel": kernel, "scale": 0.7}
+            options = {"mask": mask_of(Case(5, mask, heads="mha")), "layout": layout, "kernel": kernel, "scale": 0.7}
             return in_process(q, k, v, world_size=world_size, return_lse=True, **options)
 
         whole_jacobian = (layout, world_size, kernel) == ("head_tail", 3, "auto")
@@ -102,8 +107,8 @@ def gathered(mesh, jobs):
         tensors = cast(case, world_size, dtype)
         local = Tensors(*(layout.shard(x, rank, 2) for x in tensors))
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, mask=MASKS[case.mask], layout=layout) -> object:
-            return ringcp.attention(q, k, v, mesh=mesh, mask=mask, layout=layout, return_lse=return_lse)
+        def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, case=case, layout=layout) -> object:
+            return ringcp.attention(q, k, v, mesh=mesh, mask=mask_of(case), layout=layout, return_lse=return_lse)
 
         got = differentiated(case, local, attend)
         found.append({name: ringcp.unshard(x, mesh, dim=2, layout=layout) for name, x in got.items()})

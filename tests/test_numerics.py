@@ -113,6 +113,34 @@ def test_half_precision_windows_in_direct_plans(mask, form, kernel):
             assert_close(got[name], want[name], baseline=baseline[name], name=f"{name}, W={world_size}, {layout}")
 
 
+def packed_batch() -> dict[str, ringcp.Mask]:
+    """Masks under which every token attends to something."""
+    documents = ringcp.Documents([1, 200, 30, 1, 1, 180, SEQ_LEN - 413])
+    return {
+        "documents": documents & ringcp.Causal(),
+        "documents_window": documents & ringcp.Window(40, 3),
+        "prefix": ringcp.Prefix(123),
+        "chunked": ringcp.Chunked(100) & ringcp.Causal(),
+    }
+
+
+@pytest.mark.parametrize("structure", ["gaussian", "outlier_channel", "dominating_key"])
+@pytest.mark.parametrize("mask", packed_batch())
+@pytest.mark.report("1.14")
+def test_half_precision_of_packed_batches(mask, structure):
+    """Against one kernel that gets the mask written out."""
+    mask, positions = packed_batch()[mask], torch.arange(SEQ_LEN)
+    tensors, dense = inputs(torch.bfloat16, structure), mask.dense(positions, positions)
+    want = exact(tensors, mask)
+    baseline = graded(
+        tensors, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+    )
+    for world_size, layout in ((1, "contiguous"), (4, "contiguous"), (4, "head_tail"), (8, "striped")):
+        got = over(tensors, world_size, mask, layout)
+        for name in NAMES:
+            assert_close(got[name], want[name], baseline=baseline[name], name=f"{name}, W={world_size}, {layout}")
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.report("1.6")
