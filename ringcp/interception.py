@@ -21,10 +21,12 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as checkpoint
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from ringcp.ambient import ambience, ambient
 from ringcp.errors import UnsupportedError
+from ringcp.saving import enter_detaching
 from ringcp.sdpa import LOCAL, Context, sdpa
 from ringcp.untraced import untraced
 
@@ -300,6 +302,7 @@ def _install(undo: list[Callable[[], None]]) -> None:
     def frame_in_context(self: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         new_frame(self, _in_same_context(recompute), *args, **kwargs)
 
+    _patch(undo, saved_tensors_hooks, "__enter__", enter_detaching)
     _patch(undo, checkpoint.CheckpointFunction, "apply", staticmethod(apply_in_context))
     _patch(undo, checkpoint._CheckpointFrame, "__init__", frame_in_context)
     for function in _foreign_attention(torch.autograd.Function):
