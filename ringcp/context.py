@@ -14,19 +14,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ringcp.active import Session, active_session, is_active, sessions
 from ringcp.attention import option_problem
 from ringcp.checks import check_agree, check_layout, check_mode, mask_problem, shown
 from ringcp.errors import ArgumentError, LayoutError, RingcpError, UnsupportedError
 from ringcp.groups import GroupState, group_of, state_of
 from ringcp.inplace import Buffer, sharded_in_place
-from ringcp.interception import active_session, intercepted, is_active
+from ringcp.interception import intercepted
 from ringcp.kernels.registry import check_kernel_name
 from ringcp.layout import Layout, layout_named
 from ringcp.mask import Mask
 from ringcp.saving import saving_shards
 from ringcp.sdpa import Context, make_context
 from ringcp.sharding import unshard, vote
-from ringcp.untraced import untraced
+from ringcp.untraced import callers_level, untraced
 
 
 @untraced
@@ -56,9 +57,10 @@ def context_parallel(
     The buffers hold the whole sequence, the same on every rank; in the body they are this rank's shards, and after it
     they are whole again, even if it raised. Their gradients are those of the sum over ranks of each rank's loss, and
     after the body a leaf's ``.grad`` has the leaf's full shape, whole on every rank, added to what was there: backward
-    runs in the body or after it. In the body, ``.grad`` is this rank's rows; `torch.autograd.grad` works there only. A
-    ``.grad`` from before is taken to be the same on every rank. Writes to a buffer in the body are dropped, as the
-    shard is a copy: parameters that an optimizer steps there, or that DDP or FSDP holds, are no buffers.
+    runs in the body or after it. In the body, ``.grad`` is this rank's rows; `torch.autograd.grad` and
+    ``backward(inputs=...)`` reach a leaf there only. A ``.grad`` from before is taken to be the same on every rank.
+    Writes to a buffer in the body are dropped, as the shard is a copy; an optimizer that steps a leaf there raises.
+    Parameters of DDP or FSDP are no buffers, and DDP needs ``broadcast_buffers=False`` if buffers of its module are.
 
     Args:
         mesh: a 1-D `DeviceMesh`, such as ``mesh["cp"]`` of a larger one.
@@ -131,7 +133,7 @@ def context_parallel(
             "context_parallel: expected attention in the body, got none: buffers were sharded, but the model was not "
             "context parallel. Check that it calls F.scaled_dot_product_attention, with these buffers.",
             UserWarning,
-            stacklevel=5,
+            stacklevel=callers_level(),
         )
 
 
@@ -141,7 +143,7 @@ class _Session:
     def __init__(self, context: Context, buffers: list[Buffer], state: GroupState, timeout: float | None) -> None:
         self.context = context
         self.calls = 0
-        self.outer = active_session()
+        self.outer: Session | None = next(sessions(), None)
         self._buffers, self._state, self._timeout = buffers, state, timeout
 
     def holds(self, x: Tensor) -> bool:
@@ -211,9 +213,9 @@ def context_parallel_unshard(
 
 
 def _layout_of_shards(group_name: str, state: GroupState) -> Layout | str:
-    context = current_context()
-    if context is not None and context.group_name == group_name:
-        return context.layout
+    for session in sessions():
+        if session.context.group_name == group_name:
+            return session.context.layout
     if state.layout_left == "head_tail":
         return state.layout_left
     raise LayoutError(
@@ -321,14 +323,11 @@ def _check_buffer(x: object, dim: object, name: str, restore: bool) -> None:
             f"{name}: expected no .grad on a buffer that stays a shard, got one of shape {tuple(x.grad.shape)}; "
             "set it to None, or use ringcp.shard"
         )
-    session = active_session()
-    while session is not None:
-        if session.holds(x):
-            raise ArgumentError(
-                f"{name}: expected a tensor with the whole sequence, got one that an enclosing context_parallel has "
-                "sharded; leave it out here, or use ringcp.shard"
-            )
-        session = session.outer
+    if any(session.holds(x) for session in sessions()):
+        raise ArgumentError(
+            f"{name}: expected a tensor with the whole sequence, got one that an enclosing context_parallel has "
+            "sharded; leave it out here, or use ringcp.shard"
+        )
 
 
 def _sized(layout: Layout | str, given: Sequence[_Given], world_size: int) -> Layout | str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ class Buffer:
         """Exchange the whole for the shard."""
         self._whole = self.tensor.data
         _shift_version(self.tensor, _INSIDE)
-        self.inside, self.stay = True, Stay()
+        self.inside, self.stay, self._version = True, Stay(), version_of(self.tensor)
         if self.leaf is None:
             self.tensor.data = self.shard
         else:
@@ -103,8 +103,13 @@ class Buffer:
         del self._whole
 
     def check_unchanged(self) -> None:
-        """Raises UnsupportedError if the body has made it require a gradient."""
+        """Raises UnsupportedError if the body has made it require a gradient, or has stepped it."""
         x = self.tensor
+        if self.restore and self.leaf is not None and self.stay.left != self._version:
+            raise UnsupportedError(
+                f"{self.name}: expected no write to a leaf in the body of context_parallel, got one, to this rank's "
+                "copy; call optimizer.step() after it"
+            )
         if self.restore and x.requires_grad and not self._requires_grad:
             x.grad = None
             raise UnsupportedError(
@@ -133,8 +138,9 @@ def sharded_in_place(buffers: Sequence[Buffer], state: GroupState, timeout: floa
     except BaseException:
         for buffer in buffers:
             buffer.note_version()
-        for buffer in reversed(buffers):
-            buffer.give_back()
+        with ExitStack() as every:  # whatever one of them raises
+            for buffer in buffers:
+                every.callback(buffer.give_back)
         raise
     for buffer in buffers:
         buffer.note_version()

@@ -65,7 +65,8 @@ class _Saving:
         if self.outer is not None:
             return self.outer[0](self.detach(x))
         buffer = self._memory.get(_storage(x))
-        return _Packed(self.detach(x), version_of(x), None if buffer is None else buffer.stay)
+        # Detached always: an output that its own node holds would never be freed.
+        return _Packed(x.detach(), version_of(x), None if buffer is None else buffer.stay)
 
     def unpack(self, packed: Any) -> Tensor:
         if self.outer is not None:
@@ -87,15 +88,32 @@ def saving_shards(buffers: Sequence[Exchanged]) -> Iterator[None]:
         yield
         return
     saving = _Saving(buffers)
-    with ambience("saving", saving), saved_tensors_hooks(saving.pack, saving.unpack):
-        yield
+    hooks = torch._C._autograd
+    with ambience("saving", saving):
+        hooks._push_saved_tensors_default_hooks(saving.pack, saving.unpack)
+        try:
+            yield
+        finally:
+            _take_off(saving)
+
+
+def _take_off(saving: _Saving) -> None:
+    """Take the hooks off the stack, wherever they are in it: contexts in generators may end in any order."""
+    hooks, above = torch._C._autograd, []
+    while (top := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        hooks._pop_saved_tensors_default_hooks()
+        if top[0] == saving.pack:
+            break
+        above.append(top)
+    for pack, unpack in reversed(above):
+        hooks._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def enter_detaching(hooks: saved_tensors_hooks) -> None:
     """`saved_tensors_hooks.__enter__`, for hooks of the user inside a context: they get the shard, too."""
     saving: _Saving | None = ambient("saving")
     pack = hooks.pack_hook
-    if saving is not None and pack != saving.pack:
+    if saving is not None:
         pack = lambda x: hooks.pack_hook(saving.detach(x))  # noqa: E731
     torch._C._autograd._push_saved_tensors_default_hooks(pack, hooks.unpack_hook)
 
