@@ -17,7 +17,7 @@ from ringcp.errors import AgreementError, PeerError, RingcpError
 from ringcp.groups import Channel, GroupState
 from ringcp.spec import host_int64
 
-_WORDS_BYTES = 2048
+_WORDS_BYTES = 16384
 _VOTE_TAG, _WORDS_TAG = 1 << 30, (1 << 30) + 1
 
 

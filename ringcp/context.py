@@ -14,19 +14,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ringcp.active import Session, active_session, is_active, sessions
 from ringcp.attention import option_problem
 from ringcp.balance import choose_layout
 from ringcp.checks import check_agree, check_layout, check_mode, mask_problem, shown
 from ringcp.errors import ArgumentError, LayoutError, RingcpError, UnsupportedError
 from ringcp.groups import GroupState, group_of, state_of
-from ringcp.inplace import Buffer, saving_shards, sharded_in_place
-from ringcp.interception import active_session, intercepted, is_active
+from ringcp.inplace import Buffer, sharded_in_place
+from ringcp.interception import intercepted
 from ringcp.kernels.registry import check_kernel_name
 from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
 from ringcp.mask import Mask
+from ringcp.saving import saving_shards
 from ringcp.sdpa import Context, make_context
 from ringcp.sharding import unshard, vote
-from ringcp.untraced import untraced
+from ringcp.untraced import callers_level, untraced
 
 
 @untraced
@@ -56,8 +58,10 @@ def context_parallel(
     The buffers hold the whole sequence, the same on every rank; in the body they are this rank's shards, and after it
     they are whole again, even if it raised. Their gradients are those of the sum over ranks of each rank's loss, and
     after the body a leaf's ``.grad`` has the leaf's full shape, whole on every rank, added to what was there: backward
-    runs in the body or after it. (`torch.autograd.grad` gives the rows of this rank.) Writes to a buffer in the body
-    are dropped, as the shard is a copy.
+    runs in the body or after it. In the body, ``.grad`` is this rank's rows; `torch.autograd.grad` and
+    ``backward(inputs=...)`` reach a leaf there only. A ``.grad`` from before is taken to be the same on every rank.
+    Writes to a buffer in the body are dropped, as the shard is a copy; an optimizer that steps a leaf there raises.
+    Parameters of DDP or FSDP are no buffers, and DDP needs ``broadcast_buffers=False`` if buffers of its module are.
 
     Args:
         mesh: a 1-D `DeviceMesh`, such as ``mesh["cp"]`` of a larger one.
@@ -96,6 +100,7 @@ def context_parallel(
         agree = "context" if mesh.device_type == "cuda" else "call"
     given: list[_Given] = []
     words, seconds = "", None
+    failure: Exception | None = None
     refusal: RingcpError | None = None
     try:
         _check_options(mode, layout, mask, kernel, ulysses_degree, agree, timeout, state.world_size)
@@ -104,16 +109,25 @@ def context_parallel(
         if mask is None:
             _check_no_documents(given)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        words = (
-            f"call=context_parallel; buffers={', '.join(map(str, given))}; layout={layout!r}; mask={mask}; "
-            f"mode={mode}; kernel={kernel}; agree={agree}"
+        context = make_context(mesh, group.group_name, layout, mask, mode, kernel, agree, timeout)
+        held = [Buffer(*each, layout, group, state, seconds) for each in given] if isinstance(layout, Layout) else []
+        words = "; ".join(
+            [
+                f"call=context_parallel; layout={layout!r}; mask={mask}; mode={mode}; kernel={kernel}; agree={agree}",
+                f"number of buffers={len(given)}",
+                *(f"{each.name}={each}" for each in given),
+            ]
         )
-    except RingcpError as error:
-        refusal = error
-    vote(state, words, 0, refusal, seconds)
-    context = make_context(mesh, group.group_name, layout, mask, mode, kernel, agree, timeout)
-    shards = [Buffer(*each, layout, group, state) for each in given] if isinstance(layout, Layout) else []
-    session = _Session(context, shards, state, seconds)
+    except Exception as error:  # whatever it is, this rank votes before it raises
+        failure = error
+        refusal = error if isinstance(error, RingcpError) else RingcpError(f"{type(error).__name__}: {error}")
+    try:
+        vote(state, words, 0, refusal, seconds)
+    except RingcpError:
+        if failure is not None:
+            raise failure from None
+        raise
+    session = _Session(context, held, state, seconds)
     try:
         with session.resume():
             yield context
@@ -124,7 +138,7 @@ def context_parallel(
             "context_parallel: expected attention in the body, got none: buffers were sharded, but the model was not "
             "context parallel. Check that it calls F.scaled_dot_product_attention, with these buffers.",
             UserWarning,
-            stacklevel=5,
+            stacklevel=callers_level(),
         )
 
 
@@ -134,7 +148,7 @@ class _Session:
     def __init__(self, context: Context, buffers: list[Buffer], state: GroupState, timeout: float | None) -> None:
         self.context = context
         self.calls = 0
-        self.outer = active_session()
+        self.outer: Session | None = next(sessions(), None)
         self._buffers, self._state, self._timeout = buffers, state, timeout
 
     def holds(self, x: Tensor) -> bool:
@@ -187,24 +201,34 @@ def context_parallel_unshard(
             that do not fit the layout.
         AgreementError, PeerError: as `ringcp.unshard`.
     """
-    if len(buffers) != len(seq_dims):
-        raise ArgumentError(
-            f"seq_dims: expected one for each of the {len(buffers)} buffers, got {len(seq_dims)}; give one dim a buffer"
-        )
     group = group_of(mesh)
-    if layout is None:
-        context, left = current_context(), state_of(group).layout_left
-        if context is not None and context.group_name == group.group_name:
-            layout = context.layout
-        elif left == "head_tail":
-            layout = left
-        else:
-            made = f'layout="{left}"' if left in LAYOUT_NAMES else "layout=ctx.layout (ctx is what `with` gave)"
-            raise LayoutError(
-                "layout: expected one, since the last context on this mesh was not head_tail, got None; "
-                f"pass {made} for what that context made"
+    state = state_of(group)
+    try:
+        tensors, dims = _listed("buffers", buffers, "tensors"), _listed("seq_dims", seq_dims, "integers")
+        if len(tensors) != len(dims):
+            raise ArgumentError(
+                f"seq_dims: expected one for each of the {len(tensors)} buffers, got {len(dims)}; give one dim a buffer"
             )
-    return [unshard(x, mesh, dim=dim, layout=layout) for x, dim in zip(buffers, seq_dims, strict=True)]
+        if layout is None:
+            layout = _layout_of_shards(group.group_name, state)
+    except RingcpError as refusal:
+        vote(state, "", 0, refusal)
+        raise
+    return [unshard(x, mesh, dim=dim, layout=layout) for x, dim in zip(tensors, dims, strict=True)]
+
+
+def _layout_of_shards(group_name: str, state: GroupState) -> Layout | str:
+    for session in sessions():
+        if session.context.group_name == group_name:
+            return session.context.layout
+    if state.layout_left == "head_tail":
+        return state.layout_left
+    named = state.layout_left in LAYOUT_NAMES
+    made = f'layout="{state.layout_left}"' if named else "layout=ctx.layout (ctx is what `with` gave)"
+    raise LayoutError(
+        "layout: expected one, since the last context on this mesh was not head_tail, got None; "
+        f"pass {made} for what that context made"
+    )
 
 
 class _Given(NamedTuple):
@@ -220,8 +244,8 @@ class _Given(NamedTuple):
         return self.tensor.shape[self.dim]
 
     def __str__(self) -> str:
-        grad = " requires_grad" if self.tensor.requires_grad else ""
-        return f"{tuple(self.tensor.shape)} {self.tensor.dtype}{grad} along dim {self.dim % self.tensor.ndim}"
+        notes = (" requires_grad" * self.tensor.requires_grad) + (" not restored" * (not self.restore))
+        return f"{tuple(self.tensor.shape)} {self.tensor.dtype} along dim {self.dim % self.tensor.ndim}{notes}"
 
 
 def _check_options(
@@ -283,8 +307,11 @@ def _listed(name: str, value: object, what: str) -> list[Any]:
 
 def _check_buffer(x: object, dim: object, name: str, restore: bool) -> None:
     if not isinstance(x, Tensor):
-        raise ArgumentError(f"{name}: expected a tensor, got {type(x).__name__}; use ringcp.shard for what it holds")
-    if is_traceable_wrapper_subclass(x) or x.layout != torch.strided:
+        raise ArgumentError(
+            f"{name}: expected a tensor, got {type(x).__name__}; pass a mask as mask=, and what holds tensors through "
+            "ringcp.shard"
+        )
+    if x.is_nested or is_traceable_wrapper_subclass(x) or x.layout != torch.strided:
         raise UnsupportedError(
             f"{name}: expected a plain dense tensor, got {type(x).__name__} with layout {x.layout}; "
             "pass what it holds, or use ringcp.shard"
@@ -303,14 +330,11 @@ def _check_buffer(x: object, dim: object, name: str, restore: bool) -> None:
             f"{name}: expected no .grad on a buffer that stays a shard, got one of shape {tuple(x.grad.shape)}; "
             "set it to None, or use ringcp.shard"
         )
-    session = active_session()
-    while session is not None:
-        if session.holds(x):
-            raise ArgumentError(
-                f"{name}: expected a tensor with the whole sequence, got one that an enclosing context_parallel has "
-                "sharded; leave it out here, or use ringcp.shard"
-            )
-        session = session.outer
+    if any(session.holds(x) for session in sessions()):
+        raise ArgumentError(
+            f"{name}: expected a tensor with the whole sequence, got one that an enclosing context_parallel has "
+            "sharded; leave it out here, or use ringcp.shard"
+        )
 
 
 def _check_no_documents(given: Sequence[_Given]) -> None:

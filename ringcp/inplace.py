@@ -1,28 +1,29 @@
 """Buffers in place: the tensors of the user that hold the whole sequence outside a context, and a shard inside.
 
 The tensor object stays and its data is exchanged (``x.data = shard``), so the whole is never written to: views that
-overlap, strided views and what others see of the same memory stay as they are. What autograd makes of that is mended
-here: nodes that saved a buffer, gradients in the shard's shape, and graphs of before.
+overlap, strided views and what others see of the same memory stay as they are.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringcp.checks import refuse_create_graph
 from ringcp.errors import UnsupportedError
 from ringcp.groups import GroupState
 from ringcp.layout import Layout
-from ringcp.sharding import gather_rows, vote
+from ringcp.leaves import Leaf, gather_grads
+from ringcp.saving import Stay, version_of
 
 _log = logging.getLogger(__name__)
+
+# Added to the version of a buffer inside: what a graph of before has saved of it is refused by autograd meanwhile.
+_INSIDE = 1 << 20
 
 
 class Buffer:
@@ -31,6 +32,7 @@ class Buffer:
     name: what errors call it.
     restore: whether it is whole again after the context.
     shard: this rank's rows; a copy, so what a graph has saved of it outlives the context.
+    inside: whether it is a shard now.
     """
 
     def __init__(
@@ -42,109 +44,84 @@ class Buffer:
         layout: Layout,
         group: dist.ProcessGroup,
         state: GroupState,
+        timeout: float | None,
     ) -> None:
-        self.tensor, self.dim, self.name, self.restore = tensor, dim % tensor.ndim, name, restore
+        dim %= tensor.ndim
+        self.tensor, self.name, self.restore = tensor, name, restore
         self.shard = layout.shard(tensor.data, state.rank, dim)
-        self.needs_grad = tensor.requires_grad and not torch.is_inference_mode_enabled()
-        self._layout, self._group, self._state = layout, group, state
+        needs_grad = tensor.requires_grad and not torch.is_inference_mode_enabled()
+        self.leaf = Leaf(tensor, dim, name, layout, group, state, timeout) if needs_grad else None
         self.inside = False
+        self.stay = Stay()
+        self._requires_grad = tensor.requires_grad
 
     @property
-    def gathers(self) -> bool:
-        """Whether leaving the context gathers its gradient."""
-        return self.needs_grad and self.restore
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """The shard and the whole."""
+        return self.shard, self._whole
 
     def enter(self) -> None:
         """Exchange the whole for the shard."""
-        x = self.tensor
-        self._whole = x.data
-        if self.needs_grad:
-            self._grad, x.grad = x.grad, None
-            self._guard = _accumulator(x).register_prehook(self._refuse_graph_of_before)
-        self.inside = True
-        self._put(self.shard)
-        if self.needs_grad:
-            # Held, since autograd keeps it only as long as a graph does.
-            self._node = _accumulator(x)
-            self._node.register_prehook(self._before_accumulating)
-            self._node.register_hook(self._after_accumulating)
-
-    def leave(self, *, whole: bool) -> Tensor | None:
-        """Undo `enter`, or leave the shard if not `whole`; the gradient of the shard that came meanwhile."""
-        if not self.inside:
-            return None
-        x, local = self.tensor, None
-        if self.needs_grad:
-            self._guard.remove()
-            local = x.grad
-            del self._node
-        if whole:
-            if self.needs_grad:
-                x.grad = None
-            self.inside = False
-            self._put(self._whole)
-            if self.needs_grad:
-                x.grad, self._grad = self._grad, None
-        del self._whole
-        return local
-
-    def add_grad(self, rows: Tensor) -> None:
-        """Gather a gradient from every rank's rows, and add it to that of the whole."""
-        x, grad = self.tensor, gather_rows(rows, self._group, self._state, self._layout, self.dim)
-        if x.grad is None:
-            x.grad = grad
+        self._whole = self.tensor.data
+        _shift_version(self.tensor, _INSIDE)
+        self.inside, self.stay, self._version = True, Stay(), version_of(self.tensor)
+        if self.leaf is None:
+            self.tensor.data = self.shard
         else:
-            x.grad.add_(grad)
+            self.leaf.enter(self.shard)
 
-    def _put(self, data: Tensor) -> None:
-        x = self.tensor
-        if self.needs_grad:
-            # A new dtype, if only for a moment, gives the leaf a new accumulator: the old one has the old shape, and
-            # its graphs have their own hooks.
-            other = torch.float64 if x.dtype != torch.float64 else torch.float32
-            x.data = torch.empty(0, dtype=other, device=x.device)
-        x.data = data
-
-    # Backward after the context: the gradient has the shape of the shard, the leaf has not, and torch lets no hook
-    # change the size of a gradient. So it is accumulated into a leaf of that shape, and gathered then.
-
-    def _before_accumulating(self, grads: tuple[Tensor, ...]) -> None:
-        x = self.tensor
-        refuse_create_graph(f"the gradient of {self.name}")
+    def note_version(self) -> None:
+        """Before any buffer leaves, since views have one version: from now on, writes are not to the shard."""
         if self.inside:
-            return
-        if x.shape[self.dim] != self._layout.seq_len:
-            raise UnsupportedError(
-                f"{self.name}: expected it whole, or in its own context, when its gradient arrives, got it sharded by "
-                "another context; run backward before that one"
-            )
-        self._grad, x.grad = x.grad, None
-        self._whole = x.data
-        x.data = self._whole.narrow(self.dim, 0, self.shard.shape[self.dim])
+            self.stay.left = version_of(self.tensor)
 
-    def _after_accumulating(self, _: Any, __: Any) -> None:
-        x = self.tensor
-        if self.inside:
+    def leave(self) -> Tensor | None:
+        """Undo `enter`; this rank's rows of the gradient that came inside."""
+        if not self.restore:
+            return None
+        rows = None
+        if self.leaf is None:
+            self.tensor.data = self._whole
+        else:
+            rows = self.leaf.leave(self._whole)
+        self._end()
+        return rows
+
+    def give_back(self) -> None:
+        """Undo `enter` after a failure, as far as it came."""
+        if not self.inside:
             return
-        local, x.grad = x.grad, None
-        x.data = self._whole
-        x.grad, self._grad = self._grad, None
+        if self.leaf is None:
+            self.tensor.data = self._whole
+        elif self.leaf.restore(self._whole):
+            _log.warning("the body of context_parallel raised; the gradient of %s is dropped", self.name)
+        self._end()
+
+    def _end(self) -> None:
+        self.inside = False
+        _shift_version(self.tensor, -_INSIDE)
         del self._whole
-        if local is not None:
-            self.add_grad(local)
 
-    def _refuse_graph_of_before(self, grads: tuple[Tensor, ...]) -> None:
-        if self.inside:
+    def check_unchanged(self) -> None:
+        """Raises UnsupportedError if the body has made it require a gradient, or has stepped it."""
+        x = self.tensor
+        if self.restore and self.leaf is not None and self.stay.left != self._version:
             raise UnsupportedError(
-                f"{self.name}: expected no backward of a graph from before the context while the buffer is sharded, "
-                "got one; run it before or after the context"
+                f"{self.name}: expected no write to a leaf in the body of context_parallel, got one, to this rank's "
+                "copy; call optimizer.step() after it"
+            )
+        if self.restore and x.requires_grad and not self._requires_grad:
+            x.grad = None
+            raise UnsupportedError(
+                f"{self.name}: expected a buffer that requires a gradient to do so before the context, got "
+                "requires_grad_() in its body; call it before"
             )
 
 
-def _accumulator(leaf: Tensor) -> Any:
-    """The autograd node that adds to the leaf's gradient."""
-    with torch.enable_grad():
-        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+def _shift_version(x: Tensor, by: int) -> None:
+    version = version_of(x)
+    if version is not None:
+        torch._C._autograd._unsafe_set_version_counter((x,), (version + by,))
 
 
 @contextmanager
@@ -159,49 +136,17 @@ def sharded_in_place(buffers: Sequence[Buffer], state: GroupState, timeout: floa
             buffer.enter()
         yield
     except BaseException:
-        for buffer in reversed(buffers):
-            if buffer.leave(whole=True) is not None:
-                _log.warning("rank %d: the body raised; the gradient of %s is dropped", state.rank, buffer.name)
+        for buffer in buffers:
+            buffer.note_version()
+        with ExitStack() as every:  # whatever one of them raises
+            for buffer in buffers:
+                every.callback(buffer.give_back)
         raise
-    rows = [buffer.leave(whole=buffer.restore) for buffer in buffers]
-    differentiable = [(buffer, grad) for buffer, grad in zip(buffers, rows, strict=True) if buffer.gathers]
-    for start in range(0, len(differentiable), _FLAGS):
-        _gather_grads(differentiable[start : start + _FLAGS], state, timeout)
-
-
-# As many as fit into the one number of a vote.
-_FLAGS = 62
-
-
-def _gather_grads(grads: Sequence[tuple[Buffer, Tensor | None]], state: GroupState, timeout: float | None) -> None:
-    """A rank without a gradient takes part with zeros: which ranks have one is voted."""
-    mine = sum(1 << i for i, (_, grad) in enumerate(grads) if grad is not None)
-    names = [buffer.name for buffer, _ in grads]
-    votes = vote(state, f"call=gradients of the buffers of context_parallel; buffers={names}", mine, None, timeout)
-    for i, (buffer, grad) in enumerate(grads):
-        if any(vote >> i & 1 for vote in votes):
-            buffer.add_grad(torch.zeros_like(buffer.shard) if grad is None else grad)
-
-
-@contextmanager
-def saving_shards(buffers: Sequence[Buffer]) -> Iterator[None]:
-    """In the body, nodes that save a buffer save its shard: by itself, autograd keeps the tensor object, whose data is
-    another one when backward runs after the context.
-
-    Hooks for saved tensors do not compose in torch, so those that are active are called from ours.
-    """
-    mine = {id(buffer.tensor): buffer.tensor for buffer in buffers}
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-    def pack(x: Tensor) -> Any:
-        x = x.detach() if mine.get(id(x)) is x else x
-        return x if outer is None else outer[0](x)
-
-    def unpack(packed: Any) -> Tensor:
-        return packed if outer is None else outer[1](packed)
-
-    if not mine:
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+    for buffer in buffers:
+        buffer.note_version()
+    rows = [buffer.leave() for buffer in reversed(buffers)][::-1]
+    for buffer in buffers:
+        buffer.check_unchanged()
+    differentiable = [(b.leaf, grad) for b, grad in zip(buffers, rows, strict=True) if b.leaf is not None and b.restore]
+    if differentiable:
+        gather_grads(differentiable, state, timeout)

@@ -112,7 +112,7 @@ def attention_op(
         check_mask(mask, q, layout)
         context = ambient("context")
         if context is not None:
-            context.saw_attention(needs_grad)
+            context.attended()
         fingerprint = signature(words)
         facts = host_int64([layout.seq_len, call, kernel_index(chosen.name), fingerprint])
         if 0 in (q.shape[0], q.shape[1]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +27,8 @@ class Context:
         layout: the `Layout`; or its name, if nothing (buffers, or a `Layout`) has said how long the sequence is.
         mask: the mask of every attention call, or None: as each call says.
         mode, kernel, agree, timeout: as given, with the defaults filled in.
+        group_name, local_len, unmasked, causal: what follows from these: the process group, this rank's number of
+            tokens, and the masks of calls without and with ``is_causal=True``.
     """
 
     mesh: DeviceMesh
@@ -155,7 +158,9 @@ def _refusal(
             "add the missing dims"
         )
     lengths = query.shape[-2], key.shape[-2], value.shape[-2]
-    if context.local_len is not None and lengths != (context.local_len,) * 3:
+    # In compiled code the op checks them: here, every length would compile anew. A DTensor is refused as such.
+    sized = context.local_len is not None and not torch.compiler.is_compiling() and not hasattr(query, "to_local")
+    if sized and lengths != (context.local_len,) * 3:
         return LayoutError, (
             f"query, key, value: expected this rank's {context.local_len} tokens of {context.layout!r} in dim -2, "
             f"got {lengths[0]}, {lengths[1]} and {lengths[2]}; {LOCAL}"

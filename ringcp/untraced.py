@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from functools import wraps
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+
+from ringcp.errors import UnsupportedError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,22 +35,61 @@ class Untraced(ContextDecorator, AbstractContextManager[T], Generic[T]):
 
     def __init__(self, make: Callable[[], AbstractContextManager[T]]) -> None:
         self._make = make
+        self._manager: AbstractContextManager[T] | None = None
 
     def _recreate_cm(self) -> Untraced[T]:  # for each call of what it decorates
         return Untraced(self._make)
 
+    def __call__(self, function: Any) -> Any:
+        if isgeneratorfunction(function) or iscoroutinefunction(function) or isasyncgenfunction(function):
+            raise UnsupportedError(
+                f"{function.__name__}: expected a plain function to decorate, got one whose body runs later; "
+                "write the with statement inside it"
+            )
+        return super().__call__(function)
+
     def __enter__(self) -> T:
-        self._manager = _call_untraced(self._make)
-        return _call_untraced(self._manager.__enter__)
+        if self._manager is not None:
+            raise UnsupportedError(
+                "with: expected a context that is not entered yet, got one inside its own body; make another"
+            )
+        self._manager = call_untraced(self._make)
+        try:
+            return call_untraced(self._manager.__enter__)
+        except BaseException:
+            self._manager = None
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        return _call_untraced(self._manager.__exit__, kind, error, trace)
+        manager, self._manager = self._manager, None
+        assert manager is not None, "entered before"
+        return call_untraced(manager.__exit__, kind, error, trace)
 
 
-def _call_untraced(function: Callable[..., Any], *args: Any) -> Any:
+def call_untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call it, with Dynamo looking away."""
     # Importing Dynamo takes a second, and where nobody has, nothing is traced.
     if "torch._dynamo" in sys.modules:
         function = torch.compiler.disable(function)
-    return function(*args)
+    return function(*args, **kwargs)
+
+
+def skip_alone(function: Any) -> None:
+    """Dynamo traces the function where it traces its caller, but never by itself.
+
+    What `torch._dynamo.skip_code` does, without importing Dynamo.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def callers_level() -> int:
+    """The `stacklevel` at which a warning of our own caller points to the code of the user."""
+    ours = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        level, frame = level + 1, frame.f_back
+    return level
