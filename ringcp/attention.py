@@ -163,6 +163,7 @@ def attend(
         timeout.total_seconds() if isinstance(timeout, timedelta) else timeout,
         needs_grad,
         needs_grad and (return_lse or sinks is not None),
+        f"sinks={None if sinks is None else sinks.dtype}",
         "" if refusal is None else refusal[1],
     )
     if sinks is not None:
@@ -261,7 +262,7 @@ def _vote_against(group_name: str, silent: bool, error: type[RingcpError], why: 
     nothing, spec = torch.empty(0, device="cpu"), unsized_spec("auto")
     with torch._C._DisableFuncTorch():
         try:
-            options = ("auto", "auto", None, None, "call", None, False, False, why)
+            options = ("auto", "auto", None, None, "call", None, False, False, "", why)
             attention_op(nothing, nothing, nothing, spec, _FULL.spec, group_name, *options)
         except ArgumentError as voted:
             raise error(why) from voted.__cause__

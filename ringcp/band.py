@@ -64,11 +64,13 @@ def trim(q: Range, k: Range, lo: int, hi: int) -> Band | None:
     # Row i meets keys [i - hi, i - lo]; key j meets rows [j + lo, j + hi].
     if lo > hi:
         return None
-    q = (max(q[0], k[0] + lo), min(q[1], k[1] + hi))
-    k = (max(k[0], q[0] - hi), min(k[1], q[1] - lo))
-    if q[0] >= q[1] or k[0] >= k[1]:
+    (q0, q1), (k0, k1) = q, k
+    q0, q1 = (k0 + lo if k0 + lo > q0 else q0), (k1 + hi if k1 + hi < q1 else q1)
+    k0, k1 = (q0 - hi if q0 - hi > k0 else k0), (q1 - lo if q1 - lo < k1 else k1)
+    if q0 >= q1 or k0 >= k1:
         return None
-    return Band(q, k, max(lo, q[0] - k[1] + 1), min(hi, q[1] - 1 - k[0]))
+    least, most = q0 - k1 + 1, q1 - 1 - k0
+    return Band((q0, q1), (k0, k1), lo if lo > least else least, hi if hi < most else most)
 
 
 def crop(band: Band, q: Range, k: Range) -> Band | None:
@@ -80,11 +82,12 @@ def crop(band: Band, q: Range, k: Range) -> Band | None:
 
 def intersect(a: Band, b: Band) -> Band | None:
     """The pairs of both, or None if there are none."""
-    q = (max(a.q[0], b.q[0]), min(a.q[1], b.q[1]))
-    k = (max(a.k[0], b.k[0]), min(a.k[1], b.k[1]))
+    (aq, ak, alo, ahi), (bq, bk, blo, bhi) = a, b
+    q = (aq[0] if aq[0] > bq[0] else bq[0]), (aq[1] if aq[1] < bq[1] else bq[1])
+    k = (ak[0] if ak[0] > bk[0] else bk[0]), (ak[1] if ak[1] < bk[1] else bk[1])
     if q[0] >= q[1] or k[0] >= k[1]:
         return None
-    return trim(q, k, max(a.lo, b.lo), min(a.hi, b.hi))
+    return trim(q, k, alo if alo > blo else blo, ahi if ahi < bhi else bhi)
 
 
 def subtract(a: Band, b: Band) -> Iterator[Band]:

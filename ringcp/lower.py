@@ -6,10 +6,12 @@ call, an earlier block is all rows of q against its first half), then cuts what 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise, product
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from ringcp.band import Band, Range, crop, merge_all
@@ -234,11 +236,14 @@ class _Written:
         for (batch, heads), free in self._free.items():
             if not (_inside(batch, where[0]) and _inside(heads, where[1])):
                 continue
-            hit = [(max(a, start), min(b, stop)) for a, b in free if max(a, start) < min(b, stop)]
+            # The free ranges are sorted: those that overlap lie together.
+            first, last = bisect_right(free, start, key=_stop), bisect_left(free, stop, key=_start)
+            overlapping = free[first:last]
+            hit = [(max(a, start), min(b, stop)) for a, b in overlapping]
             missing += stop - start - sum(b - a for a, b in hit)
             hits += [Region(batch, heads, part) for part in hit]
-            cut = [part for a, b in free for part in ((a, min(b, start)), (max(a, stop), b))]
-            self._free[batch, heads] = [(a, b) for a, b in cut if a < b]
+            cut = [part for a, b in overlapping for part in ((a, min(b, start)), (max(a, stop), b))]
+            free[first:last] = [(a, b) for a, b in cut if a < b]
         if missing:
             self._merged_first += hits
         return not missing
@@ -247,6 +252,8 @@ class _Written:
         never = [Region(*cell, rows) for cell, free in self._free.items() for rows in free]
         return tuple(never + self._merged_first)
 
+
+_start, _stop = itemgetter(0), itemgetter(1)
 
 _Cell = tuple[int, int | None]
 

@@ -43,8 +43,8 @@ class Pair(NamedTuple):
 
     def square(self, start: int, stop: int) -> list[Band]:
         """All pairs of positions in ``[start, stop)``."""
-        band = full(self.rows(start, stop), self.keys(start, stop))
-        return [] if band is None else [band]
+        q, k = self.rows(start, stop), self.keys(start, stop)
+        return [Band(q, k, q[0] - k[1] + 1, q[1] - 1 - k[0])] if q[0] < q[1] and k[0] < k[1] else []
 
 
 def _within(first: int, num: int, step: int, start: int, stop: int) -> Range:

@@ -64,6 +64,7 @@ def attention_op(
     timeout: float | None,
     needs_grad: bool,
     needs_lse_grad: bool,
+    also: str,
     refused: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and what backward has to know: int64 (4,) of sequence length, call, kernel, fingerprint."""
@@ -96,7 +97,8 @@ def attention_op(
         words = "" if refusal is not None else (
             f"call=attention; q={_facts(q)}; k={_facts(k)}; v={_facts(v)}; layout={_layout_text(layout_spec)}; "
             f"mask={mask}; mode={mode}; kernel={chosen.name}; scale={scale}; seq_len={seq_len}; agree={agree_when}; "
-            f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; plan={PLAN_VERSION}"
+            f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; {also}; "
+            f"plan={PLAN_VERSION}"
         )  # fmt: skip
         if agree_when != "context" or (given_len == UNSIZED and seq_len is None):
             lengths = agree(state, call, words, q.shape[2] if q.ndim == 4 else 0, refusal, timeout)
@@ -181,7 +183,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tu
     # Whether a rank has an upstream gradient must not decide whether it takes part.
     dout = torch.zeros_like(out) if dout is None else dout
     grads = attention_backward_op(dout, dlse, q, k, v, out, lse, layout_spec, mask_spec, facts, *ctx.options)
-    return (*grads, *(None,) * 12)
+    return (*grads, *(None,) * 13)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
