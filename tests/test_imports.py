@@ -9,7 +9,7 @@ import pytest
 
 import ringcp
 
-PURE = ["errors", "band", "layout", "mask", "topology", "schedule", "lower"]
+PURE = ["errors", "band", "layout", "mask", "topology", "schedule", "lower", "draw"]
 
 
 def mentions_distributed(source: str) -> list[int]:
