@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format clean
+.PHONY: help install demo test lint format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -17,6 +17,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+demo: $(STAMP)  ## train over two ranks (or all GPUs) and on one, and draw demo.png; ARGS="--data FILE" takes your text
+	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(STAMP)  ## run the core suite; ARGS="-k name" goes to pytest
 	$(BIN)/python -m pytest $(ARGS)
