@@ -52,7 +52,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--heads", type=int, default=8)
     add("--kv-heads", type=int, help="default: as many as heads")
     add("--head-dim", type=int, default=64)
-    add("--mask", nargs="+", default=["causal"], help="causal, full, or window:N, N tokens with the query's own")
+    add(
+        "--mask",
+        nargs="+",
+        default=["causal"],
+        help="causal, full, window:N, N tokens with the query's own, or documents:N,N,...",
+    )
     add("--provider", nargs="+", default=["ringcp"], choices=PROVIDERS, help=f"{BASELINE}, the baseline, always runs")
     add("--mode", nargs="+", default=["ring"], help="modes; a provider runs in those that it knows")
     add("--layout", default="auto", choices=LAYOUT_NAMES)

@@ -15,7 +15,9 @@ _CHECKED_LEN_MAX = 2048
 
 
 def parse_mask(text: str) -> ringcp.Mask:
-    """`causal`, `full`, or `window:N`: the causal window of N tokens, the query's own among them.
+    """`causal`, `full`, `window:N` or `documents:N,N,...`.
+
+    A window is causal, of N tokens, the query's own among them; documents are causal, packed, of these lengths.
 
     Raises:
         ValueError: for anything else.
@@ -27,7 +29,19 @@ def parse_mask(text: str) -> ringcp.Mask:
     kind, _, tokens = text.partition(":")
     if kind == "window" and tokens.isdecimal() and int(tokens) > 0:
         return ringcp.Window(int(tokens) - 1)
-    raise ValueError(f"mask: expected causal, full or window:N with N >= 1, got {text!r}; for example window:1024")
+    lengths = document_lengths(text)
+    if lengths:
+        return ringcp.Documents(lengths) & ringcp.Causal()
+    raise ValueError(
+        f"mask: expected causal, full, window:N or documents:N,N,... with N >= 1, got {text!r}; for example window:1024"
+    )
+
+
+def document_lengths(text: str) -> list[int]:
+    """The lengths in `documents:N,N,...`; none for another mask."""
+    kind, _, lengths = text.partition(":")
+    words = lengths.split(",")
+    return [int(n) for n in words] if kind == "documents" and all(n.isdecimal() and int(n) for n in words) else []
 
 
 @dataclass(frozen=True)
@@ -53,19 +67,28 @@ class Case:
         for name in ("seq_len", "batch", "heads", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        lengths = document_lengths(self.mask)
+        if lengths and sum(lengths) != self.seq_len:
+            raise ValueError(f"seq_len: expected the {sum(lengths)} tokens of the documents, got {self.seq_len}")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: expected a divisor of heads = {self.heads}, got {self.kv_heads}")
 
     @property
     def name(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        return f"{self.mask} {self.dtype} B{self.batch} H{heads} D{self.head_dim} S{self.seq_len}"
+        lengths = document_lengths(self.mask)
+        mask = f"{len(lengths)} documents" if lengths else self.mask
+        return f"{mask} {self.dtype} B{self.batch} H{heads} D{self.head_dim} S{self.seq_len}"
 
     def small(self) -> Case:
         """The same problem, short enough for the fp64 reference, long enough for a window to cut something."""
-        window = int(self.mask.partition(":")[2] or 0)
-        length = max(_CHECKED_LEN, min(2 * window, _CHECKED_LEN_MAX))
-        return replace(self, seq_len=min(self.seq_len, length))
+        kind, _, numbers = self.mask.partition(":")
+        window = int(numbers) if kind == "window" else 0
+        length = min(self.seq_len, max(_CHECKED_LEN, min(2 * window, _CHECKED_LEN_MAX)))
+        if kind != "documents":
+            return replace(self, seq_len=length)
+        shorter = [max(1, n * length // self.seq_len) for n in document_lengths(self.mask)]
+        return replace(self, seq_len=sum(shorter), mask=f"documents:{','.join(map(str, shorter))}")
 
     def tensors(self, device: str) -> list[Tensor]:
         """q, k, v and the upstream gradient of the whole sequence, (B, H, S, D), the same on every rank."""

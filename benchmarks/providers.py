@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringcp
-from benchmarks.cases import Case, parse_mask
+from benchmarks.cases import Case, document_lengths, parse_mask
 from ringcp.layout import layout_named
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -52,7 +52,11 @@ class Provider:
 
 def _ringcp(setting: Setting) -> Prepared:
     mask = parse_mask(setting.case.mask)
-    layout = layout_named(setting.layout, setting.case.seq_len, setting.mesh.size())
+    seq_len = setting.case.seq_len
+    if setting.layout == "auto":
+        layout = ringcp.make_layout(mask, seq_len, setting.mesh)
+    else:
+        layout = layout_named(setting.layout, seq_len, setting.mesh.size())
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = ringcp.attention(
@@ -66,6 +70,9 @@ def _ringcp(setting: Setting) -> Prepared:
 
 def _sdpa(setting: Setting) -> Prepared:
     case = setting.case
+    lengths = document_lengths(case.mask)
+    if lengths:
+        return Prepared(lambda q, k, v: _a_call_a_document(q, k, v, lengths, case.heads != case.kv_heads), None)
     causal, mask = case.mask == "causal", None
     if case.mask not in ("causal", "full"):
         positions = torch.arange(case.seq_len, device=setting.mesh.device_type)
@@ -77,6 +84,14 @@ def _sdpa(setting: Setting) -> Prepared:
         )
 
     return Prepared(attention, None)
+
+
+def _a_call_a_document(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], enable_gqa: bool) -> Tensor:
+    """Causal attention in each document by itself."""
+    parts = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
+    return torch.cat(
+        [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=enable_gqa) for part in parts], 2
+    )
 
 
 BASELINE = "sdpa"

@@ -70,8 +70,8 @@ class Untraced(ContextDecorator, AbstractContextManager[T], Generic[T]):
 
 def call_untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call it, with Dynamo looking away."""
-    # Importing Dynamo takes a second, and where nobody has, nothing is traced.
-    if "torch._dynamo" in sys.modules:
+    # Importing Dynamo takes a second, and where nobody has (or it is just being imported), nothing is traced.
+    if hasattr(sys.modules.get("torch._dynamo"), "disable"):
         function = torch.compiler.disable(function)
     return function(*args, **kwargs)
 

@@ -169,7 +169,9 @@ def test_a_csv_of_other_columns_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mask", "window:0"], "mask: expected causal, full or window:N"),
+        (["--mask", "window:0"], "mask: expected causal, full, window:N or documents"),
+        (["--mask", "documents:5,0"], "mask: expected causal, full, window:N or documents"),
+        (["--seq-len", "9", "--mask", "documents:5,5"], "seq_len: expected the 10 tokens of the documents, got 9"),
         (["--kv-heads", "3"], "kv_heads: expected a divisor of heads = 8, got 3"),
         (["--seq-len", "0"], "seq_len: expected at least 1, got 0"),
         (["--mode", "warp"], "--mode: expected modes among auto, ring, got warp"),

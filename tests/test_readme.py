@@ -50,7 +50,7 @@ def test_every_command_that_is_run_here_is_in_the_readme(command):
     assert command in commands()
 
 
-def run(command, **options):
+def run(command):
     program, *args = shlex.split(command)
     start = [sys.executable, "-m", "torch.distributed.run"] if program == "torchrun" else [sys.executable]
     return subprocess.Popen([*start, *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -74,7 +74,12 @@ def test_several_nodes():
         command = f"{NODES} examples/quickstart.py".replace("29500", str(free.getsockname()[1]))
     nodes = [run(command) for _ in range(2)]
     said = EXAMPLES[f"{ONE_NODE}quickstart.py"]
-    assert [len(re.findall(said, output(node))) for node in nodes] == [1, 1]
+    try:
+        assert [len(re.findall(said, output(node))) for node in nodes] == [1, 1]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
 
 
 def test_the_table_of_memory():
