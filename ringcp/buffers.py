@@ -7,6 +7,7 @@ elements: K as (B, rows, Hkv, D), then V as (B, rows, Hkv, Dv).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -173,17 +174,20 @@ class Sums:
             self._add_held(self._held, dk, dv, start=not passing)
 
     def _add_held(self, results: list[_Held], dk: Tensor, dv: Tensor, start: bool) -> None:
-        fill = start and _cover(results, dk)
-        if start and not fill:
+        gaps = _gaps(results, dk) if start else None
+        if start and gaps is None:
             dk.zero_()
             dv.zero_()
+        for total in (dk, dv):
+            for batch, heads, rows in gaps or ():
+                part(total, batch, heads, rows).zero_()
         for call, dk_c, dv_c in results:
             for total, value in ((dk, dk_c), (dv, dv_c)):
                 target = part(total, call.batch, call.kv_heads, call.k)
-                if fill:
-                    target.copy_(value)
-                else:
+                if gaps is None:
                     target.add_(value)
+                else:
+                    target.copy_(value)
         results.clear()
 
     def _add_to_own(self, rows: tuple[Range, ...], num_rows: int) -> None:
@@ -195,15 +199,30 @@ class Sums:
                 at += stop - start
 
 
-def _cover(results: list[_Held], dk: Tensor) -> bool:
-    """Whether the results are all rows of one run of heads after another, and so of each element once."""
-    at = 0
+def _gaps(results: list[_Held], dk: Tensor) -> list[tuple[Range, Range, Range]] | None:
+    """The batch rows, heads and key rows where no result is; None if some results overlap."""
+    ranges: dict[tuple[Range, Range], list[Range]] = {}
     for held in results:
-        start, stop = held.call.kv_heads or (0, dk.shape[1])
-        if start != at or held.dk.shape[::2] != dk.shape[::2]:
-            return False
-        at = stop
-    return at == dk.shape[1]
+        cell = held.call.batch or (0, dk.shape[0]), held.call.kv_heads or (0, dk.shape[1])
+        ranges.setdefault(cell, []).append(held.call.k)
+    # Disjoint cells whose areas add up to that of all of dk are all of it.
+    area = sum((b1 - b0) * (h1 - h0) for (b0, b1), (h0, h1) in ranges)
+    if area != dk.shape[0] * dk.shape[1] or any(_meet(x, y) for x, y in combinations(ranges, 2)):
+        return None
+    gaps = []
+    for (batch, heads), rows in ranges.items():
+        at = 0
+        for start, stop in [*sorted(rows), (dk.shape[2], dk.shape[2])]:
+            if start < at:
+                return None
+            if start > at:
+                gaps.append((batch, heads, (at, start)))
+            at = stop
+    return gaps
+
+
+def _meet(x: tuple[Range, Range], y: tuple[Range, Range]) -> bool:
+    return all(a[0] < b[1] and b[0] < a[1] for a, b in zip(x, y, strict=True))
 
 
 def _empty_rows(x: Tensor, dtype: torch.dtype) -> Tensor:

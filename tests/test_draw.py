@@ -166,7 +166,7 @@ def test_the_text_says_the_same():
 
 @pytest.mark.parametrize("number, short", [(7, "7 B"), (1000, "1 kB"), (999_600, "1 MB"), (1_048_576, "1.05 MB")])
 def test_three_digits_and_a_prefix(number, short):
-    assert draw._short(number, "B") == short
+    assert draw.short(number, "B") == short
 
 
 @pytest.mark.parametrize("make", LAYOUTS)

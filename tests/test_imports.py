@@ -9,7 +9,7 @@ import pytest
 
 import ringcp
 
-PURE = ["errors", "band", "layout", "mask", "mask_nodes", "balance", "topology", "schedule", "lower", "draw"]
+PURE = ["errors", "band", "layout", "mask", "mask_nodes", "balance", "topology", "schedule", "lower", "traces", "draw"]
 
 
 def mentions_distributed(source: str) -> list[int]:

@@ -1,0 +1,161 @@
+"""The schedules of all ranks, put back on global positions, as data and as text: what pictures are made of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from ringcp.band import Band, Range, count, crop
+from ringcp.layout import Layout, Span
+from ringcp.mask import Mask
+from ringcp.schedule import Step, build
+from ringcp.topology import Topology, ring
+
+
+class Work(NamedTuple):
+    """Pairs that `rank` computes in `step`, on global positions.
+
+    source: the owner of the keys.
+    q, k: positions of the query rows and of the keys.
+    band: the pairs, counted in elements of `q` and `k`: element i of q and j of k attend if the band allows (i, j).
+    """
+
+    rank: int
+    step: int
+    source: int
+    q: Span
+    k: Span
+    band: Band
+
+
+class Transfer(NamedTuple):
+    """Rows of keys and values of `owner` that `sender` posts in `step`, for `receiver` to use in the next one."""
+
+    step: int
+    sender: int
+    receiver: int
+    owner: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The forward pass of all ranks: what a picture shows.
+
+    kind: of the plan: "local", "ring" or "direct".
+    """
+
+    layout: Layout
+    mask: Mask
+    kind: str
+    num_steps: int
+    work: tuple[Work, ...]
+    transfers: tuple[Transfer, ...]
+
+    def source(self, rank: int, step: int) -> int | None:
+        """The owner of the keys that `rank` computes with in `step`; None if it computes nothing."""
+        return next((w.source for w in self.work if (w.rank, w.step) == (rank, step)), None)
+
+    def posted(self, rank: int, step: int) -> list[Transfer]:
+        """What `rank` sends in `step`."""
+        return [t for t in self.transfers if (t.sender, t.step) == (rank, step)]
+
+    def pairs(self, rank: int, step: int | None = None) -> int:
+        """Number of (query, key) pairs that `rank` computes, in one step or in all."""
+        return sum(count(w.band) for w in self.work if w.rank == rank and step in (None, w.step))
+
+    def sent(self, rank: int, step: int | None = None) -> int:
+        """Rows of keys (and as many of values) that `rank` sends, in one step or in all."""
+        return sum(t.num_rows for t in self.transfers if t.sender == rank and step in (None, t.step))
+
+
+def trace(layout: Layout, mask: Mask, *, topology: Topology | None = None, row: int = 0) -> Trace:
+    """What every rank computes and sends in every step of forward, on global positions.
+
+    Args:
+        topology: how the ranks are wired; None is the ring 0, 1, 2, ...
+        row: the row of the batch, for masks that differ between rows.
+
+    Raises:
+        LayoutError: if layout and topology differ in the number of ranks.
+    """
+    topology = ring(layout.world_size) if topology is None else topology
+    schedules = [build(layout, mask, topology, rank) for rank in range(layout.world_size)]
+    steps = [(rank, at, step) for rank, of in enumerate(schedules) for at, step in enumerate(of.forward)]
+    work = (piece for rank, at, step in steps for piece in _work(layout, rank, at, step, row))
+    transfers = (
+        Transfer(at, rank, m.peer, step.source if m.own_rows is None else rank, m.num_rows)
+        for rank, at, step in steps
+        for m in step.sends
+    )
+    return Trace(layout, mask, schedules[0].kind, len(schedules[0].forward), tuple(work), tuple(transfers))
+
+
+def _work(layout: Layout, rank: int, at: int, step: Step, row: int) -> Iterator[Work]:
+    queries, keys = _placed(layout, rank, None), _placed(layout, step.source, step.rows)
+    for tile in step.tiles:
+        if tile.batch is not None and not tile.batch[0] <= row < tile.batch[1]:
+            continue
+        for q_at, q in queries:
+            for k_at, k in keys:
+                band = crop(tile.band, (q_at, q_at + q.length), (k_at, k_at + k.length))
+                if band is not None:
+                    yield Work(rank, at, step.source, q, k, band.shift(-q_at, -k_at))
+
+
+def _placed(layout: Layout, rank: int, rows: tuple[Range, ...] | None) -> list[tuple[int, Span]]:
+    """The positions of these local rows (None: of all), as runs, each with the place at which it starts."""
+    spans = layout.spans(rank)
+    runs = []
+    for start, span in zip(accumulate((s.length for s in spans), initial=0), spans, strict=False):
+        for a, b in rows if rows is not None else ((0, start + span.length),):
+            a, b = max(a - start, 0), min(b - start, span.length)
+            if a < b:
+                runs.append(Span(span.start + a * span.step, span.start + (b - 1) * span.step + 1, span.step))
+    return list(zip(accumulate((s.length for s in runs), initial=0), runs, strict=False))
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What one row of keys and values weighs when it is sent."""
+
+    kv_heads: int = 8
+    head_dim: int = 64
+    element_size: int = 2
+    batch: int = 1
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.batch * self.kv_heads * self.head_dim * self.element_size
+
+
+def text(traced: Trace, wire: Wire | None = None) -> str:
+    """The same in words: the layout, and a line for each rank and step."""
+    wire = wire or Wire()
+    lines = [str(traced.layout), f"{traced.mask!r}, {traced.kind} plan"]
+    for step in range(traced.num_steps):
+        lines.append(f"step {step}")
+        for rank in range(traced.layout.world_size):
+            source = traced.source(rank, step)
+            line = f"  rank {rank}: {traced.pairs(rank, step):,} pairs"
+            line += f" with keys of rank {source}" if source is not None else ""
+            for t in traced.posted(rank, step):
+                size = short(t.num_rows * wire.row_bytes, "B")
+                line += f"; sends {t.num_rows:,} rows of rank {t.owner} to rank {t.receiver}, {size}"
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def short(number: int, what: str) -> str:
+    """Three digits: "2.1 M pairs" of " pairs", "2.1 MB" of "B"."""
+    for unit, prefix in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= 0.9995 * unit:
+            return f"{number / unit:.3g} {prefix}{what}"
+    return f"{number} {what.strip()}"
+
+
+def num_rows_text(number: int) -> str:
+    """"1,024 rows", and three digits of many."""
+    return f"{number:,} rows" if number < 100_000 else short(number, " rows")
