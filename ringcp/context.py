@@ -51,7 +51,8 @@ def context_parallel(
 
     `F.scaled_dot_product_attention` in the body attends over the whole sequence: called by any name, from
     `nn.MultiheadAttention` (eager, ``need_weights=False``), in compiled code, and where `torch.utils.checkpoint`
-    recomputes, also in a backward pass after the body. Other ways into attention raise; `local_attention` leaves a
+    recomputes, also in a backward pass after the body. Other ways into attention raise (but for TorchScript of
+    `nn.MultiheadAttention` in ``eval()``, a fast path that no hook reaches); `local_attention` leaves a
     region alone. It holds for the thread that enters it. Contexts nest: the innermost counts. In eager code each call
     of a torch function costs about 2 us more (CPU), since it is looked at.
 

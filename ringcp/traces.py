@@ -157,5 +157,5 @@ def short(number: int, what: str) -> str:
 
 
 def num_rows_text(number: int) -> str:
-    """"1,024 rows", and three digits of many."""
+    """ "1,024 rows", and three digits of many."""
     return f"{number:,} rows" if number < 100_000 else short(number, " rows")
