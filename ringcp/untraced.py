@@ -6,10 +6,10 @@ import contextlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
-from functools import wraps
+from functools import lru_cache, wraps
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from pathlib import Path
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -72,8 +72,14 @@ def call_untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """Call it, with Dynamo looking away."""
     # Importing Dynamo takes a second, and where nobody has (or it is just being imported), nothing is traced.
     if hasattr(sys.modules.get("torch._dynamo"), "disable"):
-        function = torch.compiler.disable(function)
+        lasting = isinstance(function, FunctionType) and function.__closure__ is None
+        function = _disabled(function) if lasting else torch.compiler.disable(function)
     return function(*args, **kwargs)
+
+
+@lru_cache(maxsize=16)
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)
 
 
 def skip_alone(function: Any) -> None:
