@@ -17,6 +17,7 @@ RUN_ELSEWHERE = {
     "pip install -e .": "make install, before any test",
     "make test": "this run",
     "make lint": "CI, before any test",
+    "make examples": "this run",
     "make demo": "tests/test_train_example.py",
     "torchrun --standalone --nproc-per-node=2 examples/train.py": "tests/test_train_example.py",
     "torchrun --standalone --nproc-per-node=2 benchmarks/attention.py": "tests/test_benchmarks.py",
@@ -62,11 +63,13 @@ def output(process):
     return out
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("command", EXAMPLES)
 def test_the_examples_run(command):
     assert len(re.findall(EXAMPLES[command], output(run(command)))) == 2
 
 
+@pytest.mark.examples
 def test_several_nodes():
     """Two nodes, on this one."""
     with socket.socket() as free:
@@ -82,10 +85,12 @@ def test_several_nodes():
             node.communicate()
 
 
+@pytest.mark.examples
 def test_the_table_of_memory():
     assert output(run(MEMORY)).rstrip() in README
 
 
+@pytest.mark.examples
 def test_the_picture(tmp_path):
     output(run(DRAW.replace("docs/ring.png", str(tmp_path / "ring.png"))))
     assert (tmp_path / "ring.png").stat().st_size > 10_000

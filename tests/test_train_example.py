@@ -15,6 +15,8 @@ from rich.console import Console
 from examples import demo
 from examples.model import Decoder
 
+pytestmark = pytest.mark.examples
+
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
