@@ -42,6 +42,17 @@ def ambience(key: str, value: Any) -> Iterator[None]:
         _set(key, _entries(key))
 
 
+def layout_around(group_name: str) -> Any:
+    """The layout of the innermost `context_parallel` around the caller on this process group, or None."""
+    found = ambient("context")
+    session = None if found is None else found.session
+    while session is not None:
+        if session.context.group_name == group_name:
+            return session.context.layout
+        session = session.outer
+    return None
+
+
 def _entries(key: str) -> tuple[_Entry, ...]:
     name = f"ringcp.{key}"
     return torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else ()

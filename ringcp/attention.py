@@ -58,7 +58,8 @@ def attention(
         mesh: the 1-D `DeviceMesh` over which the sequence is split, such as ``mesh["cp"]`` of a larger one.
         mask: which positions attend to which; None is full attention.
         layout: which rank owns which tokens: a `Layout`, or "contiguous", "head_tail", "striped" with the length found
-            out by the vote. "auto" is head-tail.
+            out by the vote. "auto" is head-tail; a name that is not the layout of a `context_parallel` around the call
+            on this mesh raises.
         seq_len: length of the whole sequence, if the layout does not say it; the local length is checked against it.
         mode: "ring", or "auto", which means ring so far.
         scale: factor on the scores; None is ``D ** -0.5``.
@@ -106,7 +107,7 @@ def attention(
         return_lse=return_lse,
         agree=agree,
         timeout=timeout,
-        refusal=_unknown_keyword(unknown),
+        refusal=unknown_keyword(unknown, "attention"),
     )
 
 
@@ -228,10 +229,11 @@ def option_problem(seq_len: object, mode: object, kernel: object, agree: object,
     return ""
 
 
-def _unknown_keyword(unknown: Mapping[str, object]) -> Refusal | None:
+def unknown_keyword(unknown: Mapping[str, object], function: str) -> Refusal | None:
+    """The refusal of the first keyword that a function does not have."""
     for name, value in unknown.items():
-        fix = _ELSEWHERE.get(name, "leave it out; help(ringcp.attention) lists the arguments")
-        return KeywordError, f"{name}: expected an argument of ringcp.attention, got {name}={shown(value)}; {fix}"
+        fix = _ELSEWHERE.get(name, f"leave it out; help(ringcp.{function}) lists the arguments")
+        return KeywordError, f"{name}: expected an argument of ringcp.{function}, got {name}={shown(value)}; {fix}"
     return None
 
 
@@ -251,6 +253,7 @@ _ELSEWHERE = {
     "softcap": "leave it out: no kernel of ringcp takes it yet",
     "alibi_slopes": "leave it out: no kernel of ringcp takes them yet",
     "enable_gqa": "leave it out: the head counts say it",
+    "max_seqlen": "leave it out: cu_seqlens says it",
     "group": "pass mesh= a DeviceMesh, such as DeviceMesh.from_group(group, device_type)",
 }
 

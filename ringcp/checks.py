@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
-from ringcp.layout import LAYOUT_NAMES, UNSIZED, Layout
+from ringcp.layout import LAYOUT_NAMES, UNSIZED, Layout, layout_named_by
 from ringcp.mask import Causal, Chunked, Documents, Full, Mask, Padding, Prefix, Window
 
 MODES = ("auto", "ring")
@@ -111,6 +111,19 @@ def known_length(given_len: int, given_world: int, seq_len: int | None, world_si
     return seq_len if given_len == UNSIZED else given_len
 
 
+def check_context_layout(code: int, given_len: int, around: Layout | str | None) -> None:
+    """Raises LayoutError if a layout given by name is not the one of the context around the call."""
+    if given_len != UNSIZED or around is None:
+        return
+    given = layout_named_by(code)
+    name = around.name if isinstance(around, Layout) else around
+    if given != name:
+        raise LayoutError(
+            f"layout: expected {name}, that of the context_parallel around the call, got {given} (or auto); "
+            "pass layout=ringcp.current_context().layout"
+        )
+
+
 def check_lengths(lengths: Sequence[int], layout: Layout, ranks: Sequence[int]) -> None:
     """Raises LayoutError if the local length of one of `ranks` is not the layout's."""
     wrong = [
@@ -152,6 +165,9 @@ def layout_problem(layout: object) -> str:
     """Why `layout` is neither a layout nor the name of one; empty if it is."""
     if isinstance(layout, Layout) or (isinstance(layout, str) and layout in LAYOUT_NAMES):
         return ""
+    if callable(layout):
+        name = getattr(layout, "__name__", "")
+        return f"layout: expected a Layout, got {name}, not called; write ringcp.{name}(seq_len, mesh.size(), ...)"
     names = ", ".join(LAYOUT_NAMES)
     if layout == "balanced":
         return (

@@ -57,13 +57,14 @@ def context_parallel(
     of a torch function costs about 2 us more (CPU), since it is looked at; and from the first context on, the eager
     `F.scaled_dot_product_attention` of the process about 10 us, since its kernel asks whether it is in one.
 
-    The buffers hold the whole sequence, the same on every rank; in the body they are this rank's shards, and after it
-    they are whole again, even if it raised. Their gradients are those of the sum over ranks of each rank's loss, and
-    after the body a leaf's ``.grad`` has the leaf's full shape, whole on every rank, added to what was there: backward
-    runs in the body or after it. In the body, ``.grad`` is this rank's rows; `torch.autograd.grad` and
-    ``backward(inputs=...)`` reach a leaf there only. A ``.grad`` from before is taken to be the same on every rank.
-    Writes to a buffer in the body are dropped, as the shard is a copy; an optimizer that steps a leaf there raises.
-    Parameters of DDP or FSDP are no buffers, and DDP needs ``broadcast_buffers=False`` if buffers of its module are.
+    The buffers hold the whole sequence, the same on every rank (never ``x.chunk(n)[rank]``); in the body they are this
+    rank's shards, and after it they are whole again, even if it raised. Their gradients are those of the sum over ranks
+    of each rank's loss, and after the body a leaf's ``.grad`` has the leaf's full shape, whole on every rank, added to
+    what was there: backward runs in the body or after it. In the body, ``.grad`` is this rank's rows;
+    `torch.autograd.grad` and ``backward(inputs=...)`` reach a leaf there only. A ``.grad`` from before is taken to be
+    the same on every rank. Writes to a buffer in the body are dropped, as the shard is a copy; an optimizer that steps
+    a leaf there raises. Parameters of DDP or FSDP are no buffers, and DDP needs ``broadcast_buffers=False`` if buffers
+    of its module are.
 
     Args:
         mesh: a 1-D `DeviceMesh`, such as ``mesh["cp"]`` of a larger one.
@@ -348,16 +349,17 @@ def _check_no_documents(given: Sequence[_Given]) -> None:
         if _restarts(x.movedim(g.dim, -1).reshape(-1, g.seq_len)):
             raise ArgumentError(
                 f"mask: expected one, since {g.name} looks like the position ids of packed documents (0, 1, 2, ... "
-                "anew in each), got None; pass mask=ringcp.Documents(position_ids=...), or ringcp.Full() if all attend"
+                "anew in each), got None; pass mask=ringcp.Documents(position_ids=...), or ringcp.Full() if all attend "
+                "(is_causal= counts in both cases)"
             )
 
 
 def _restarts(rows: Tensor) -> bool:
-    """Whether each row is two or more runs 0, 1, 2, ..., one of them longer than one token."""
+    """Whether each row is runs 0, 1, 2, ..., and some row two or more, one of them longer than one token."""
     starts = rows == 0
     runs = starts[:, 1:] | (rows[:, 1:] == rows[:, :-1] + 1)
-    found = starts[:, 0] & runs.all(1) & (starts.sum(1) > 1) & ~starts.all(1)
-    return bool(found.all())
+    packed = (starts.sum(1) > 1) & ~starts.all(1)
+    return bool((starts[:, 0] & runs.all(1)).all() and packed.any())
 
 
 def _sized(layout: Layout | str, given: Sequence[_Given], mask: Mask | None, world_size: int) -> Layout | str:

@@ -249,6 +249,11 @@ def layout_named(name: str, seq_len: int, world_size: int) -> Layout:
     return Layout(_CODES[name], seq_len, world_size)
 
 
+def layout_named_by(code: int) -> str:
+    """The name of the kind of layout with this code."""
+    return _KINDS[code].name
+
+
 def unsized_spec(name: str) -> Tensor:
     """The spec of a layout of this name whose length is not known yet."""
     return _UNSIZED_SPECS[name]

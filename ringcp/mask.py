@@ -114,9 +114,11 @@ class Mask:
         return torch.stack([self._node.allows(q_pos, k_pos, row) for row in range(self.rows)])[:, None]
 
     def __and__(self, other: Mask) -> Mask:
+        _check_called(other)
         return Mask(AndNode(self._node, other._node)) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
+        _check_called(other)
         return Mask(OrNode(self._node, other._node)) if isinstance(other, Mask) else NotImplemented
 
     def __bool__(self) -> bool:
@@ -199,7 +201,13 @@ def Padding(lengths: Sequence[int] | Tensor, *, side: str = "right", seq_len: in
     Raises:
         ArgumentError: lengths that are not integers of at least 0, or longer than `seq_len`; another side.
     """
-    valid = [_count("lengths", value) for value in _items("lengths", lengths)]
+    given = _items("lengths", lengths)
+    if any(isinstance(value, list) for value in given):
+        raise ArgumentError(
+            "lengths: expected one number of tokens for each batch row, got lists; of an attention mask, pass "
+            "mask.sum(-1)"
+        )
+    valid = [_count("lengths", value) for value in given]
     if side not in ("right", "left"):
         raise ArgumentError(f'side: expected "right" or "left", got {side!r}; say where the padding is')
     if side == "left" and seq_len is None:
@@ -284,6 +292,12 @@ def _count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ArgumentError(f"{name}: expected integers of at least 0, got {value!r}; pass numbers of tokens")
     return value
+
+
+def _check_called(other: object) -> None:
+    if other in (Full, Causal, Window, Documents, Prefix, Padding, Chunked):
+        name = getattr(other, "__name__", "")
+        raise ArgumentError(f"mask: expected a mask on either side, got ringcp.{name}, not called; write {name}(...)")
 
 
 def _shared(per_row: list[Any]) -> tuple[Any, ...]:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcp.agreement import agree, signature
-from ringcp.ambient import ambient
+from ringcp.ambient import ambient, layout_around
 from ringcp.checks import (
     check_agree,
+    check_context_layout,
     check_group,
     check_lengths,
     check_mask,
@@ -85,6 +86,7 @@ def attention_op(
             check_group(q, group)
             check_mode(mode)
             check_agree(agree_when)
+            check_context_layout(code, given_len, layout_around(group_name))
             known_len = known_length(given_len, given_world, seq_len, state.world_size)
             factor = default_scale(q) if scale is None else scale
             chosen = choose(kernel, problem_of(q, k, v, factor, mask.needs_band, needs_grad, needs_lse_grad))

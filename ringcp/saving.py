@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ringcp.ambient import ambience, ambient
+from ringcp.untraced import skip_alone
 
 
 class Stay:
@@ -132,3 +133,8 @@ def version_of(x: Tensor) -> int | None:
         return x._version
     except RuntimeError:  # an inference tensor, even if its data is none for the moment
         return None
+
+
+# Called by autograd in what a graph break leaves eager: Dynamo is not to compile them.
+for _part in (_Saving.detach, _Saving.pack, _Saving.unpack, _storage, version_of):
+    skip_alone(_part)

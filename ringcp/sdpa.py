@@ -163,7 +163,8 @@ def _refusal(
     if sized and lengths != (context.local_len,) * 3:
         return LayoutError, (
             f"query, key, value: expected this rank's {context.local_len} tokens of {context.layout!r} in dim -2, "
-            f"got {lengths[0]}, {lengths[1]} and {lengths[2]}; {LOCAL}"
+            f"got {lengths[0]}, {lengths[1]} and {lengths[2]}; give what they are computed from as buffers, with its "
+            f"sequence dims, or {LOCAL}"
         )
     if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
         return ArgumentError, (

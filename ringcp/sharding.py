@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcp.agreement import agree
+from ringcp.ambient import layout_around
 from ringcp.balance import choose_layout
 from ringcp.checks import check_layout, mask_problem, refuse_create_graph
 from ringcp.errors import ArgumentError, LayoutError, PeerError, RingcpError
 from ringcp.groups import GroupState, group_of, state_of
-from ringcp.layout import Layout, layout_named
+from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
 from ringcp.mask import Mask
 from ringcp.merge import accumulator_dtype
 
@@ -56,7 +57,8 @@ def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto
     Args:
         x: any tensor with the whole sequence in `dim`.
         mesh: the 1-D mesh over which the sequence is split.
-        layout: a `Layout`, or a name; "auto" is head-tail.
+        layout: a `Layout`, or a name; "auto" is that of the `context_parallel` around the caller on this mesh, else
+            head-tail.
 
     Returns:
         A copy of the rows that this rank owns, in the layout's order. Nothing is sent in forward; in backward, the
@@ -72,7 +74,7 @@ def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto
     refusal: RingcpError | None = None
     try:
         _check_dim(x, dim)
-        lay = _sized(layout, x.shape[dim], state.world_size)
+        lay = _sized(_resolved(layout, group), x.shape[dim], state.world_size)
         if x.shape[dim] != lay.seq_len:
             raise LayoutError(
                 f"x: expected {lay.seq_len} tokens in dim {dim} for {lay!r}, got {x.shape[dim]}; pass x whole"
@@ -98,7 +100,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
         x: this rank's rows in `dim`, in the layout's order.
         mesh: the 1-D mesh over which the sequence is split.
         layout: the layout that x was sharded with: a `Layout`, or a name, for which the length is the sum of the
-            local lengths; "auto" is head-tail.
+            local lengths; "auto" is that of the `context_parallel` around the caller on this mesh, else head-tail.
 
     Returns:
         The tensor in the order of the sequence. In backward each rank gets the sum over all ranks of the gradients of
@@ -111,6 +113,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
     """
     group = group_of(mesh)
     state = state_of(group)
+    layout = _resolved(layout, group)
     lengths = _gather_vote(x, state, dim, f"unshard; layout={layout!r}", lambda: check_layout(layout, state.world_size))
     lay = _sized(layout, sum(lengths), state.world_size)
     wrong = {r: n for r, n in enumerate(lengths) if n != lay.local_len(r)}
@@ -170,6 +173,14 @@ def _check_dim(x: Tensor, dim: int) -> None:
         raise ArgumentError(f"dim: expected an integer, got {dim!r}; give the sequence dim")
     if not -x.ndim <= dim < x.ndim:
         raise LayoutError(f"dim: expected a dim of x with {x.ndim} dims, got {dim}; name the sequence dim")
+
+
+def _resolved(layout: Layout | str, group: dist.ProcessGroup) -> Layout | str:
+    """What "auto" means here: the kind of the layout of the context around, if there is one."""
+    around: Layout | str | None = layout_around(group.group_name) if layout == "auto" else None
+    if around is None:
+        return layout
+    return around.name if isinstance(around, Layout) and around.name in LAYOUT_NAMES else around
 
 
 def _sized(layout: Layout | str, seq_len: int, world_size: int) -> Layout:

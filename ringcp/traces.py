@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ringcp.band import Band, Range, count, crop
+from ringcp.errors import ArgumentError
 from ringcp.layout import Layout, Span
 from ringcp.mask import Mask
 from ringcp.schedule import Step, build
@@ -79,8 +80,17 @@ def trace(layout: Layout, mask: Mask, *, topology: Topology | None = None, row: 
         row: the row of the batch, for masks that differ between rows.
 
     Raises:
+        ArgumentError: what is no layout or mask, or a mask that does not fit the length.
         LayoutError: if layout and topology differ in the number of ranks.
     """
+    if not isinstance(layout, Layout) or not isinstance(mask, Mask):
+        raise ArgumentError(
+            f"trace: expected a layout and a mask, got {layout!r} and {mask!r}; write "
+            "trace(ringcp.HeadTail(seq_len, world_size), ringcp.Causal())"
+        )
+    problem = mask.problem(mask.rows or 1, layout.seq_len)
+    if problem:
+        raise ArgumentError(problem)
     topology = ring(layout.world_size) if topology is None else topology
     schedules = [build(layout, mask, topology, rank) for rank in range(layout.world_size)]
     steps = [(rank, at, step) for rank, of in enumerate(schedules) for at, step in enumerate(of.forward)]

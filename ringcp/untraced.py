@@ -73,6 +73,7 @@ def call_untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     # Importing Dynamo takes a second, and where nobody has (or it is just being imported), nothing is traced.
     if hasattr(sys.modules.get("torch._dynamo"), "disable"):
         lasting = isinstance(function, FunctionType) and function.__closure__ is None
+        lasting = lasting and not torch.compiler.is_compiling()  # Dynamo does not like caches
         function = _disabled(function) if lasting else torch.compiler.disable(function)
     return function(*args, **kwargs)
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.attention import Refusal, attend
+from ringcp.attention import attend, unknown_keyword
 from ringcp.errors import ArgumentError
 from ringcp.groups import group_of
 from ringcp.layout import Layout
@@ -32,6 +32,7 @@ def attention_varlen(
     return_lse: bool = False,
     agree: str | None = None,
     timeout: float | timedelta | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within packed documents: `ringcp.attention` with ``Documents(cu_seqlens=cu_seqlens) & mask``.
 
@@ -49,13 +50,13 @@ def attention_varlen(
     Raises:
         ArgumentError: tensors that are not 3-D, or wrong `cu_seqlens`; and as `ringcp.attention`.
     """
-    refusal: Refusal | None = None
+    refusal = unknown_keyword(unknown, "attention_varlen")
     try:
         q, k, v = (_as_BHSD(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         documents = Documents(cu_seqlens=cu_seqlens)
         mask = documents if mask is None else documents & mask
     except ArgumentError as error:
-        refusal = type(error), str(error)
+        refusal = refusal or (type(error), str(error))
     result = attend(
         q,
         k,

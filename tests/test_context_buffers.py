@@ -405,3 +405,25 @@ def check_unshard_refusals(mesh, odd):
 @pytest.mark.parametrize("odd", [None, 1])
 def test_unshard_refuses(worlds, odd):
     worlds(2).run(check_unshard_refusals, odd)
+
+
+def check_layout_of_a_context(mesh):
+    """In a body, `shard` and `unshard` mean its layout; a call that names another one is refused."""
+    mask, x = ringcp.Documents([20, 13]) & ringcp.Causal(), random(1, 2, 33, 4)
+    for options in ({"mask": mask}, {"layout": "striped"}, {"layout": "contiguous"}, {}):
+        with ringcp.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2], **options) as context:
+            positions = ringcp.shard(torch.arange(33), mesh, dim=0)
+            assert torch.equal(positions, context.positions)
+            assert torch.equal(ringcp.unshard(positions, mesh, dim=0), torch.arange(33))
+            ringcp.attention(x, x, x, mesh=mesh, layout=context.layout)
+            other = "contiguous" if options.get("layout") == "striped" else "striped"
+            with pytest.raises(ringcp.RingcpError, match=f"got {other}.*current_context"):
+                ringcp.attention(x, x, x, mesh=mesh, layout=other)
+    assert torch.equal(
+        ringcp.shard(torch.arange(33), mesh, dim=0), ringcp.HeadTail(33, mesh.size()).positions(mesh.get_local_rank())
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_context_says_what_auto_means_inside(worlds, world_size):
+    worlds(world_size).run(check_layout_of_a_context)

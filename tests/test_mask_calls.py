@@ -124,11 +124,11 @@ RESTARTS = {
     "batch": (torch.stack([PACKED_IDS, OTHER_IDS]), 1),
     "sequence first": (torch.stack([PACKED_IDS, OTHER_IDS], 1), 0),
     "three axes": (PACKED_IDS.expand(3, 2, 12), 2),
+    "some rows": (torch.stack([PACKED_IDS, ONE_RUN]), 1),
     "padding of zeros": (torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0]), 0),
 }
 NO_RESTARTS = {
     "one run": (ONE_RUN, 0),
-    "some rows": (torch.stack([PACKED_IDS, ONE_RUN]), 1),
     "all zero": (torch.zeros(2, 12, dtype=torch.int64), 1),
     "ones for padding": (torch.tensor([1, 1, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8]), 0),
     "from one on": (PACKED_IDS + 1, 0),

@@ -116,7 +116,10 @@ REFUSED = {
     ),
     "negative padding": (lambda: Padding([4, -1]), "lengths: " + COUNT.format(-1)),
     "padding of nothing": (lambda: Padding(None), "lengths: " + ITEMS.format("NoneType")),
-    "padding matrix": (lambda: Padding([[4], [5]]), "lengths: " + COUNT.format([4])),
+    "padding matrix": (
+        lambda: Padding([[4], [5]]),
+        "lengths: expected one number of tokens for each batch row, got lists; of an attention mask, pass mask.sum(-1)",
+    ),
     "side": (
         lambda: Padding([4], side="top"),
         'side: expected "right" or "left", got \'top\'; say where the padding is',
