@@ -16,5 +16,5 @@ q, k, v = (torch.randn(1, 8, 1001, 64, requires_grad=True) for _ in range(3))
 with ringcp.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (1, 8, this rank's tokens, 64)
 out.square().sum().backward()
-print(out.shape, q.grad.shape)  # rank 0: torch.Size([1, 8, 500, 64]) torch.Size([1, 8, 1001, 64])
+print(f"{out.shape} {q.grad.shape}")  # rank 0: torch.Size([1, 8, 500, 64]) torch.Size([1, 8, 1001, 64])
 torch.distributed.destroy_process_group()
