@@ -83,12 +83,12 @@ def trace(layout: Layout, mask: Mask, *, topology: Topology | None = None, row: 
         ArgumentError: what is no layout or mask, or a mask that does not fit the length.
         LayoutError: if layout and topology differ in the number of ranks.
     """
-    if not isinstance(layout, Layout) or not isinstance(mask, Mask):
+    if not isinstance(layout, Layout) or not hasattr(mask, "pieces"):
         raise ArgumentError(
             f"trace: expected a layout and a mask, got {layout!r} and {mask!r}; write "
             "trace(ringcp.HeadTail(seq_len, world_size), ringcp.Causal())"
         )
-    problem = mask.problem(mask.rows or 1, layout.seq_len)
+    problem = mask.problem(mask.rows or 1, layout.seq_len) if isinstance(mask, Mask) else ""
     if problem:
         raise ArgumentError(problem)
     topology = ring(layout.world_size) if topology is None else topology
