@@ -197,7 +197,11 @@ REFUSED = {
         ringcp.LayoutError,
         r"^layout: expected a Layout or one of .*, auto, got 'zigzag'; choose one of these",
     ),
-    "layout_class": ({"layout": ringcp.HeadTail}, ringcp.LayoutError, r"^layout: expected .*, got HeadTail, not called; "),
+    "layout_class": (
+        {"layout": ringcp.HeadTail},
+        ringcp.LayoutError,
+        r"^layout: expected .*, got HeadTail, not called; ",
+    ),
     "length": (
         {"layout": ringcp.HeadTail(12, 2)},
         ringcp.LayoutError,
