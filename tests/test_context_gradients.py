@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from buffers_cases import WAYS, Batch, Counting, attend, close, facts, inside, outside, random, sharded
 from cases import LAYOUTS
 from torch.autograd.graph import save_on_cpu
@@ -420,3 +421,27 @@ def check_parameters(mesh):
 
 def test_other_parameters_are_untouched(worlds):
     worlds(2).run(check_parameters)
+
+
+def in_generator(mesh, x):
+    with ringcp.context_parallel(mesh, buffers=[x], buffer_seq_dims=[0]):
+        yield x.exp().sum() + ringcp.attention(*(x.reshape(1, 1, -1, 1),) * 3, mesh=mesh).sum()
+        yield None
+
+
+def check_generators(mesh):
+    """Two contexts that are left in the order in which they were entered: gradients and hooks are as ever."""
+    leaves, expected = [leaf_of(9), leaf_of(9)], random(9).requires_grad_()
+    (expected.exp().sum() + F.scaled_dot_product_attention(*(expected.reshape(1, 1, -1, 1),) * 3).sum()).backward()
+    bodies = [in_generator(mesh, x) for x in leaves]
+    losses = [next(body) for body in bodies]
+    for body in bodies:
+        assert list(body) == [None]
+    for loss in losses:
+        loss.backward()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert all(close(x.grad, expected.grad) for x in leaves)
+
+
+def test_generators_that_end_in_the_wrong_order(worlds):
+    worlds(2).run(check_generators)
