@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -135,9 +135,9 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` on a group known by name; `refusal` is what the caller already has against the call."""
     if refusal is None:
-        refusal = _refusal(q, k, v, mask, layout, seq_len, mode, scale, kernel, agree, timeout) or _wrong_sinks(
-            q, sinks
-        )
+        refusal = _refusal(q, k, v, mask, layout, seq_len, mode, scale, kernel, agree, timeout)
+    if refusal is None:
+        refusal = _wrong_sinks(q, sinks)
     if agree is None:
         agree = "context" if isinstance(q, Tensor) and q.device.type == "cuda" else "call"
     if refusal is not None:
@@ -161,7 +161,7 @@ def attend(
         scale,
         seq_len,
         agree,
-        timeout.total_seconds() if isinstance(timeout, timedelta) else timeout,
+        seconds_of(timeout),
         needs_grad,
         needs_grad and (return_lse or sinks is not None),
         f"sinks={None if sinks is None else sinks.dtype}",
@@ -217,7 +217,7 @@ def option_problem(seq_len: object, mode: object, kernel: object, agree: object,
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt))):
         return f"seq_len: expected an integer or None, got {seq_len!r}; give the length of the whole sequence"
     if timeout is not None:
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = seconds_of(timeout)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < _MAX_SECONDS:
             return (
                 f"timeout: expected seconds above 0 and below {_MAX_SECONDS}, a timedelta or None, got {timeout!r}; "
@@ -227,6 +227,11 @@ def option_problem(seq_len: object, mode: object, kernel: object, agree: object,
         if not isinstance(value, str):
             return f"{name}: expected a word, got {shown(value)}; help(ringcp.attention) lists the words"
     return ""
+
+
+def seconds_of(timeout: Any) -> Any:
+    """A timedelta in seconds, anything else as it is."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 def unknown_keyword(unknown: Mapping[str, object], function: str) -> Refusal | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
 from ringcp.layout import LAYOUT_NAMES, UNSIZED, Layout, layout_named_by
-from ringcp.mask import Causal, Chunked, Documents, Full, Mask, Padding, Prefix, Window
+from ringcp.mask import Mask, uncalled
 
 MODES = ("auto", "ring")
 AGREE = ("call", "context")
@@ -144,8 +144,8 @@ def check_lengths(lengths: Sequence[int], layout: Layout, ranks: Sequence[int]) 
 
 def mask_problem(mask: object) -> str:
     """Why `mask` is neither a mask nor None; empty if it is."""
-    if mask in (Full, Causal, Window, Documents, Prefix, Padding, Chunked):
-        name = getattr(mask, "__name__", "")
+    name = uncalled(mask)
+    if name:
         return f"mask: expected a ringcp mask or None, got ringcp.{name}, not called; write ringcp.{name}(...)"
     if mask is not None and not isinstance(mask, Mask):
         return f"mask: expected a ringcp mask or None, got {shown(mask)}; build one, such as ringcp.Causal()"

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringcp.active import Session, active_session, is_active, sessions
-from ringcp.attention import option_problem
+from ringcp.ambient import layout_around
+from ringcp.attention import option_problem, seconds_of
 from ringcp.balance import choose_layout
 from ringcp.checks import check_agree, check_layout, check_mode, mask_problem, shown
 from ringcp.errors import ArgumentError, LayoutError, RingcpError, UnsupportedError
@@ -111,7 +112,7 @@ def context_parallel(
         layout = _sized(layout, given, mask, state.world_size)
         if mask is None:
             _check_no_documents(given)
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = seconds_of(timeout)
         context = make_context(mesh, group.group_name, layout, mask, mode, kernel, agree, timeout)
         held = [Buffer(*each, layout, group, state, seconds) for each in given] if isinstance(layout, Layout) else []
         words = "; ".join(
@@ -221,9 +222,9 @@ def context_parallel_unshard(
 
 
 def _layout_of_shards(group_name: str, state: GroupState) -> Layout | str:
-    for session in sessions():
-        if session.context.group_name == group_name:
-            return session.context.layout
+    around: Layout | str | None = layout_around(group_name)
+    if around is not None:
+        return around
     if state.layout_left == "head_tail":
         return state.layout_left
     named = state.layout_left in LAYOUT_NAMES

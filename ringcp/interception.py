@@ -149,8 +149,15 @@ def _traces_a_body(func: Any) -> bool:
 
 
 _WITH_BODIES = frozenset(
-    {"tag_activation_checkpoint", "wrap_activation_checkpoint", "cond", "while_loop", "scan", "map_impl"}
-    | {"invoke_subgraph"}
+    {
+        "tag_activation_checkpoint",
+        "wrap_activation_checkpoint",
+        "cond",
+        "while_loop",
+        "scan",
+        "map_impl",
+        "invoke_subgraph",
+    }
 )
 
 

@@ -73,9 +73,7 @@ class Leaf:
                 rows = None
             else:
                 rows = rows - kept  # also right if the body has zeroed or scaled it
-        self._stop()
-        _exchange(x, whole)
-        x.grad, self._before = self._before, None
+        self._become(whole)
         return rows
 
     def restore(self, whole: Tensor) -> bool:
@@ -83,17 +81,18 @@ class Leaf:
         x = self.tensor
         dropped = x.grad is not None and (self._before_rows is None or x.grad._version != self._before_rows[1])
         x.grad = None
-        self._stop()
-        _exchange(x, whole)
-        x.grad, self._before = self._before, None
+        self._become(whole)
         return dropped
 
-    def _stop(self) -> None:
+    def _become(self, whole: Tensor) -> None:
+        """The leaf as it was before, with the gradient of before."""
         self._inside = False
         self._before_rows = None
         self._node = None
         if self._guard is not None:
             self._guard.remove()
+        _exchange(self.tensor, whole)
+        self.tensor.grad, self._before = self._before, None
 
     def add_grad(self, rows: Tensor) -> None:
         """Gather a gradient from every rank's rows, and add it to that of the whole."""

@@ -294,9 +294,15 @@ def _count(name: str, value: Any) -> int:
     return value
 
 
+def uncalled(value: object) -> str:
+    """The name of a function that makes masks, if it was passed in place of what it makes; else empty."""
+    makers = (Full, Causal, Window, Documents, Prefix, Padding, Chunked)
+    return next((make.__name__ for make in makers if value is make), "")
+
+
 def _check_called(other: object) -> None:
-    if other in (Full, Causal, Window, Documents, Prefix, Padding, Chunked):
-        name = getattr(other, "__name__", "")
+    name = uncalled(other)
+    if name:
         raise ArgumentError(f"mask: expected a mask on either side, got ringcp.{name}, not called; write {name}(...)")
 
 
