@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcp.checks import layout_problem, mask_problem, scale_problem, shown
 from ringcp.errors import ArgumentError, KeywordError, LayoutError, RingcpError, UnsupportedError
-from ringcp.groups import group_of
+from ringcp.groups import group_name_of
 from ringcp.layout import Layout, unsized_spec
 from ringcp.mask import Full, Mask
 from ringcp.ops import attention_op
@@ -35,6 +35,7 @@ def attention(
     layout: Layout | str = "auto",
     seq_len: int | None = None,
     mode: str = "auto",
+    ulysses_degree: int | None = None,
     scale: float | None = None,
     kernel: str = "auto",
     sinks: Tensor | None = None,
@@ -55,13 +56,19 @@ def attention(
         q: (B, Hq, S_local, D), fp32, fp64, bf16 or fp16, any strides.
         k: (B, Hkv, S_local, D); Hkv divides Hq, and query head h uses head ``h // (Hq // Hkv)``, never repeated.
         v: (B, Hkv, S_local, Dv).
-        mesh: the 1-D `DeviceMesh` over which the sequence is split, such as ``mesh["cp"]`` of a larger one.
+        mesh: the `DeviceMesh` over which the sequence is split, such as ``mesh["cp"]`` of a larger one; or a 2-D one,
+            ``mesh["cp", "sp"]``, whose second dim exchanges heads. Ranks are counted along the last dim first.
         mask: which positions attend to which; None is full attention.
         layout: which rank owns which tokens: a `Layout`, or "contiguous", "head_tail", "striped" with the length found
             out by the vote. "auto" is head-tail; a name that is not the layout of a `context_parallel` around the call
             on this mesh raises.
         seq_len: length of the whole sequence, if the layout does not say it; the local length is checked against it.
-        mode: "ring", or "auto", which means ring so far.
+        mode: how queries meet keys; all modes take the same shards and compute the same. "ring": keys and values pass
+            from rank to rank, or straight to where a mask needs them. "gather": all that are needed are gathered, some
+            heads at a time. "ulysses": tokens are exchanged for heads, each rank computes some heads; the same bits as
+            one process. "usp": exchange among neighbours, ring across. "auto" chooses; see `ringcp.explain`.
+        ulysses_degree: with "usp" (or "gather", or "auto") on a 1-D mesh: how many neighbouring ranks exchange heads; a
+            divisor of the ranks. A 2-D mesh says it itself.
         scale: factor on the scores; None is ``D ** -0.5``.
         kernel: "auto"; a family of kernels, "sdpa"; or one of them: "sdpa_flash", "sdpa_cudnn", "sdpa_efficient",
             "sdpa_flash_cpu", "reference" (plain matmuls, memory for the whole score matrix).
@@ -85,7 +92,7 @@ def attention(
 
     Raises:
         ArgumentError: shapes, dtypes or heads that do not fit each other.
-        LayoutError: a mesh that is not 1-D, or shards whose lengths do not fit the layout.
+        LayoutError: a mesh that is not 1-D or 2-D, or shards whose lengths do not fit the layout.
         UnsupportedError: an unknown mode or kernel, or no kernel that can do this; all reasons are listed.
         AgreementError: the ranks called with different arguments; raised on every rank, and nothing was sent.
         KeywordError: a keyword that this function does not have.
@@ -96,11 +103,12 @@ def attention(
         q,
         k,
         v,
-        group_name=group_of(mesh).group_name,
+        group_name=group_name_of(mesh),
         mask=mask,
         layout=layout,
         seq_len=seq_len,
         mode=mode,
+        ulysses_degree=degree_in(mesh, ulysses_degree),
         scale=scale,
         kernel=kernel,
         sinks=sinks,
@@ -125,6 +133,7 @@ def attend(
     layout: Layout | str,
     seq_len: int | None,
     mode: str,
+    ulysses_degree: int | None,
     scale: float | None,
     kernel: str,
     sinks: Tensor | None,
@@ -135,7 +144,7 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` on a group known by name; `refusal` is what the caller already has against the call."""
     if refusal is None:
-        refusal = _refusal(q, k, v, mask, layout, seq_len, mode, scale, kernel, agree, timeout)
+        refusal = _refusal(q, k, v, mask, layout, seq_len, mode, ulysses_degree, scale, kernel, agree, timeout)
     if refusal is None:
         refusal = _wrong_sinks(q, sinks)
     if agree is None:
@@ -146,6 +155,7 @@ def attend(
             _vote_against(group_name, silent, *refusal)
         # Traced: the op itself raises when the compiled code runs.
         mask, layout, mode, scale, kernel, timeout, sinks = None, "auto", "auto", None, "auto", None, None
+        ulysses_degree = None
         seq_len, agree = (0, "context") if silent else (None, "call")
     q, k, v = as_sdpa_casts(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -157,6 +167,7 @@ def attend(
         (_FULL if mask is None else mask).spec,
         group_name,
         mode,
+        ulysses_degree,
         kernel,
         scale,
         seq_len,
@@ -180,6 +191,7 @@ def _refusal(
     layout: object,
     seq_len: object,
     mode: object,
+    ulysses_degree: object,
     scale: object,
     kernel: object,
     agree: object,
@@ -205,17 +217,27 @@ def _refusal(
             "torch.func: ringcp.attention expected torch.autograd alone, got a call under vmap, grad, vjp or jvp; "
             "use torch.autograd.grad or backward, and pass the batch in dim 0"
         )
-    wrong = mask_problem(mask) or scale_problem(scale) or option_problem(seq_len, mode, kernel, agree, timeout)
+    wrong = (
+        mask_problem(mask)
+        or scale_problem(scale)
+        or option_problem(seq_len, mode, ulysses_degree, kernel, agree, timeout)
+    )
     if wrong:
         return ArgumentError, wrong
     wrong = layout_problem(layout)
     return (LayoutError, wrong) if wrong else None
 
 
-def option_problem(seq_len: object, mode: object, kernel: object, agree: object, timeout: object) -> str:
+def option_problem(
+    seq_len: object, mode: object, ulysses_degree: object, kernel: object, agree: object, timeout: object
+) -> str:
     """Which option is not even of the right type; empty if all are."""
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt))):
         return f"seq_len: expected an integer or None, got {seq_len!r}; give the length of the whole sequence"
+    if ulysses_degree is not None and (
+        isinstance(ulysses_degree, bool) or not isinstance(ulysses_degree, int) or ulysses_degree < 1
+    ):
+        return f"ulysses_degree: expected a number of ranks or None, got {shown(ulysses_degree)}; give an int"
     if timeout is not None:
         seconds = seconds_of(timeout)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < _MAX_SECONDS:
@@ -227,6 +249,13 @@ def option_problem(seq_len: object, mode: object, kernel: object, agree: object,
         if not isinstance(value, str):
             return f"{name}: expected a word, got {shown(value)}; help(ringcp.attention) lists the words"
     return ""
+
+
+def degree_in(mesh: DeviceMesh, given: int | None) -> Any:
+    """How many ranks exchange heads, as a 2-D mesh says it, or else as given; a text if the two contradict."""
+    if mesh.ndim != 2 or given == mesh.size(1):
+        return given if mesh.ndim != 2 else mesh.size(1)
+    return mesh.size(1) if given is None else f"{shown(given)} (and mesh has {mesh.size(1)} ranks in its second dim)"
 
 
 def seconds_of(timeout: Any) -> Any:
@@ -270,7 +299,7 @@ def _vote_against(group_name: str, silent: bool, error: type[RingcpError], why: 
     nothing, spec = torch.empty(0, device="cpu"), unsized_spec("auto")
     with torch._C._DisableFuncTorch():
         try:
-            options = ("auto", "auto", None, None, "call", None, False, False, "", why)
+            options = ("auto", None, "auto", None, None, "call", None, False, False, "", why)
             attention_op(nothing, nothing, nothing, spec, _FULL.spec, group_name, *options)
         except ArgumentError as voted:
             raise error(why) from voted.__cause__

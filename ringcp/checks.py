@@ -13,7 +13,7 @@ from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
 from ringcp.layout import LAYOUT_NAMES, UNSIZED, Layout, layout_named_by
 from ringcp.mask import Mask, uncalled
 
-MODES = ("auto", "ring")
+MODES = ("auto", "ring", "gather", "ulysses", "usp")
 AGREE = ("call", "context")
 
 
@@ -79,9 +79,33 @@ def check_group(q: Tensor, group: dist.ProcessGroup) -> None:
         )
 
 
-def check_mode(mode: str) -> None:
-    """Raises UnsupportedError for a mode that ringcp does not have."""
+def check_mode(mode: str, degree: int | None, world_size: int) -> None:
+    """The mode is one of ringcp's, and fits the exchanges: of a 2-D mesh, or as `ulysses_degree` says.
+
+    Raises:
+        UnsupportedError: for an unknown mode.
+        ArgumentError: for a degree that does not fit the mode or the ranks.
+    """
     _check_word("mode", mode, MODES)
+    given = f"ulysses_degree={degree} (the size of the second dim of a 2-D mesh) on {world_size} ranks"
+    if degree is None:
+        if mode == "usp":
+            raise ArgumentError(
+                "ulysses_degree: expected how many neighbouring ranks exchange heads in mode='usp', got None; "
+                "give a divisor of the number of ranks, or a 2-D mesh such as mesh['cp', 'sp']"
+            )
+    elif world_size % degree:
+        raise ArgumentError(f"ulysses_degree: expected a divisor of {world_size} ranks, got {degree}; choose one")
+    elif mode == "ring" and degree > 1:
+        raise ArgumentError(
+            f"mode: expected 'usp', 'gather' or 'auto' with {given}, got 'ring'; pass mode='usp', or a "
+            "1-D mesh such as mesh['cp']"
+        )
+    elif mode == "ulysses" and degree != world_size:
+        raise ArgumentError(
+            f"mode: expected 'usp', 'gather' or 'auto' with {given}, got 'ulysses', which exchanges among all ranks; "
+            "pass mode='usp', or a 1-D mesh such as mesh['sp']"
+        )
 
 
 def check_agree(agree: str) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringcp.active import Session, active_session, is_active, sessions
 from ringcp.ambient import layout_around
-from ringcp.attention import option_problem, seconds_of
+from ringcp.attention import degree_in, option_problem, seconds_of
 from ringcp.balance import choose_layout
 from ringcp.checks import check_agree, check_layout, check_mode, mask_problem, shown
 from ringcp.errors import ArgumentError, LayoutError, RingcpError, UnsupportedError
@@ -68,20 +68,19 @@ def context_parallel(
     of its module are.
 
     Args:
-        mesh: a 1-D `DeviceMesh`, such as ``mesh["cp"]`` of a larger one.
+        mesh: a 1-D `DeviceMesh`, such as ``mesh["cp"]`` of a larger one, or a 2-D one, ``mesh["cp", "sp"]``.
         buffers: tensors whose rows belong to tokens: ids, labels, positions, rope tables, masks of the loss. Any dtype
             and strides, overlapping views too. A tensor that is computed from one that needs a gradient is no buffer:
             use `ringcp.shard`.
         buffer_seq_dims: the sequence dim of each buffer; negative ones count from the end.
         no_restore_buffers: those of `buffers` that remain shards after the body.
-        mode: "ring", or "auto", which means ring so far.
+        mode, ulysses_degree: as in `ringcp.attention`.
         layout: which rank owns which tokens: a `Layout` or a name. "auto" is what `make_layout` makes of `mask` if
             there are a mask and buffers to say how long the sequence is, otherwise head-tail.
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
             Say here all that the calls leave out, so that the work is balanced by it: ``Documents(...) & Causal()``.
             None: as each call says; it is refused if a buffer looks like the position ids of packed documents.
         kernel: as in `ringcp.attention`.
-        ulysses_degree: not supported yet.
         agree: "call" (default on CPU): the ranks vote before every attention call, or "context" (default on CUDA): once
             on entry, and in calls only if nothing says how long the sequence is. See `ringcp.attention`.
         timeout: seconds (or a `timedelta`) to wait for peers; None is the process group's own timeout.
@@ -107,17 +106,19 @@ def context_parallel(
     failure: Exception | None = None
     refusal: RingcpError | None = None
     try:
-        _check_options(mode, layout, mask, kernel, ulysses_degree, agree, timeout, state.world_size)
+        degree = degree_in(mesh, ulysses_degree)
+        _check_options(mode, layout, mask, kernel, degree, agree, timeout, state.world_size)
         given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
         layout = _sized(layout, given, mask, state.world_size)
         if mask is None:
             _check_no_documents(given)
         seconds = seconds_of(timeout)
-        context = make_context(mesh, group.group_name, layout, mask, mode, kernel, agree, timeout)
+        context = make_context(mesh, group.group_name, state.rank, layout, mask, mode, degree, kernel, agree, timeout)
         held = [Buffer(*each, layout, group, state, seconds) for each in given] if isinstance(layout, Layout) else []
         words = "; ".join(
             [
-                f"call=context_parallel; layout={layout!r}; mask={mask}; mode={mode}; kernel={kernel}; agree={agree}",
+                f"call=context_parallel; layout={layout!r}; mask={mask}; mode={mode}; ulysses_degree={degree}; "
+                f"kernel={kernel}; agree={agree}",
                 f"number of buffers={len(given)}",
                 *(f"{each.name}={each}" for each in given),
             ]
@@ -262,15 +263,13 @@ def _check_options(
     timeout: float | timedelta | None,
     world_size: int,
 ) -> None:
-    wrong = mask_problem(mask) or option_problem(None, mode, kernel, agree, timeout)
+    wrong = mask_problem(mask) or option_problem(None, mode, ulysses_degree, kernel, agree, timeout)
     if wrong:
         raise ArgumentError(wrong)
     check_layout(layout, world_size)
-    check_mode(mode)
+    check_mode(mode, ulysses_degree, world_size)
     check_kernel_name(kernel)
     check_agree(agree)
-    if ulysses_degree is not None:
-        raise UnsupportedError(f"ulysses_degree: expected None, got {ulysses_degree!r}; leave it out: the mode is ring")
 
 
 def _checked_buffers(buffers: object, dims: object, no_restore: object) -> list[_Given]:

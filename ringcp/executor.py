@@ -107,7 +107,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, Non
                 else:
                     merge_(out.part(call), lse.part(call), out_c, lse_c)
         log.mark()
-        yield from _waited(pending, f"ringcp::fwd step {i} wait")
+        yield from waited(pending, f"ringcp::fwd step {i} wait")
         log.mark()
     return out.total.to(q.dtype), lse.total
 
@@ -146,7 +146,7 @@ def backward(
                     dq.part(call).add_(dq_c)
                 sums.hold(call, dk_c, dv_c)
         log.mark()
-        yield from _waited(pending, f"ringcp::bwd step {i} wait")
+        yield from waited(pending, f"ringcp::bwd step {i} wait")
         log.mark()
         sums.settle(step)
     return dq.total, *sums.own()
@@ -158,24 +158,31 @@ def _post(
     """Post a step's transfers, in the plan's order."""
 
     def parcel(tensor: Tensor, message: Message) -> Parcel:
-        # Messages of calls that differ in any way never match: gloo would abort, or leave a stale tail.
-        # Bits: 29 to keep away from a user's own tags, 12 to 28 the call, 2 to 11 the step, direction, what.
-        call = (job.fingerprint + job.call * 40503) % (1 << 17)
-        tag = 1 << 29 | call << 12 | i % 1024 << 2 | (direction == "backward") << 1 | (message.what == "dkv")
-        return Parcel(tensor, message.peer, tag, _WORDS[message.what])
+        return Parcel(tensor, message.peer, tag_of(job, direction, i, message.what), _WORDS[message.what])
 
     sends = [parcel(stores[m.what].outgoing(i, m), m) for m in step.sends]
     recvs = [parcel(stores[m.what].incoming(i, m), m) for m in step.recvs]
     pending = job.transport.post(sends, recvs, f"call {job.call}, {direction} step {i}") if sends or recvs else None
-    log.step(i, step.source, len(step.calls), _num_bytes(sends), _num_bytes(recvs))
+    log.step(i, step.source, len(step.calls), num_bytes(sends), num_bytes(recvs))
     return pending
 
 
-def _num_bytes(parcels: list[Parcel]) -> int:
+def tag_of(job: Job, direction: str, step: int, what: str) -> int:
+    """The tag of a message. Those of calls that differ in any way never match: gloo would abort, or leave a stale tail.
+
+    Bits: 29 to keep away from a user's own tags, 12 to 28 the call, 2 to 11 the step, direction, what.
+    """
+    call = (job.fingerprint + job.call * 40503) % (1 << 17)
+    return 1 << 29 | call << 12 | step % 1024 << 2 | (direction == "backward") << 1 | (what == "dkv")
+
+
+def num_bytes(parcels: Sequence[Parcel]) -> int:
+    """What they move."""
     return sum(p.tensor.numel() * p.tensor.element_size() for p in parcels)
 
 
-def _waited(pending: Pending | None, text: str) -> Generator[Pending, None, None]:
+def waited(pending: Pending | None, text: str) -> Generator[Pending, None, None]:
+    """Wait, under a label for the profiler."""
     if pending is not None:
         with label(text):
             yield pending

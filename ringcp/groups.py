@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -14,32 +15,78 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcp.errors import LayoutError, PeerError
+from ringcp.modes import ranks_per_node
+from ringcp.spec import host_int64
 from ringcp.transport import deadline_of, limit_text, wait_until
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of a 1-D mesh.
+    """The process group of all ranks of a 1-D or 2-D mesh. For a 2-D one, all its ranks have to come at first.
 
     Raises:
-        LayoutError: if `mesh` is not a 1-D DeviceMesh, or there is no process group.
+        LayoutError: if `mesh` is none of them, or there is no process group.
+    """
+    return group_named(group_name_of(mesh))
+
+
+def group_name_of(mesh: DeviceMesh) -> str:
+    """The name of that group; traced code stops here.
+
+    Raises:
+        LayoutError: as `group_of`.
     """
     if not isinstance(mesh, DeviceMesh):
         raise LayoutError(
-            f"mesh: expected a 1-D DeviceMesh, got {type(mesh).__name__}; make one with "
+            f"mesh: expected a 1-D or 2-D DeviceMesh, got {type(mesh).__name__}; make one with "
             "torch.distributed.device_mesh.init_device_mesh, or DeviceMesh.from_group for a process group"
         )
-    if mesh.ndim != 1:
+    if mesh.ndim not in (1, 2):
         raise LayoutError(
-            f"mesh: expected a mesh of 1 dim, got one of {mesh.ndim} dims {mesh.mesh_dim_names}; "
-            'take the slice over which the sequence is split, such as mesh["cp"]'
+            f"mesh: expected a mesh of 1 or 2 dims, got one of {mesh.ndim} dims {mesh.mesh_dim_names}; "
+            'take the slice over which the sequence is split, such as mesh["cp"] or mesh["cp", "sp"]'
+        )
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 2 and (names[:1] == ("sp",) or names[1:] == ("cp",)):
+        raise LayoutError(
+            f"mesh: expected the ring axis first and the exchange axis last, ('cp', 'sp'), got {names}; "
+            "make the mesh in this order, so that ranks that exchange are neighbours"
         )
     try:
-        return mesh.get_group()
+        return _BETWEEN.join([mesh.get_group(dim).group_name for dim in range(mesh.ndim)])
     except (RuntimeError, IndexError) as error:  # the latter on a rank that the mesh leaves out
         raise LayoutError(
             f"mesh: expected a mesh that this rank is part of and whose process group exists, got another ({error}); "
             "call torch.distributed.init_process_group, make the mesh after it, and call on its ranks only"
         ) from error
+
+
+# Between the names of the groups of a 2-D mesh, the ring's and the exchange's.
+_BETWEEN = "\n"
+_GRID_TAG = (1 << 30) + 2  # beside those of votes
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group of a name that `group_name_of` gave."""
+    ring_name, *rest = name.split(_BETWEEN)
+    ring_group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(ring_name)  # type: ignore[arg-type]
+    if not rest:
+        return ring_group
+    state = state_of(ring_group)
+    with state.turn:
+        group = state.grids.get(rest[0])
+        if group is None:
+            group = state.grids[rest[0]] = _grid_group(ring_group, state, rest[0])
+    return group
+
+
+def _grid_group(ring_group: dist.ProcessGroup, state: GroupState, exchange_name: str) -> dist.ProcessGroup:
+    """A group of all ranks of a grid, those of one exchange behind one another, made by these ranks alone."""
+    exchange = dist.distributed_c10d._resolve_process_group(exchange_name)  # type: ignore[arg-type]
+    row = host_int64(dist.get_process_group_ranks(exchange))
+    rows = [row] if state.channel is None else state.channel.exchange(row, _GRID_TAG, None)
+    timeout = ring_group._get_backend(torch.device(next(iter(ring_group._device_types)))).options._timeout
+    ranks = [rank for members in rows for rank in members.tolist()]
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="ringcp_grid")
 
 
 class Channel(Protocol):
@@ -127,16 +174,22 @@ def _absent(rank: int, missing: Sequence[int], timeout: float | None, error: Bas
 
 @dataclass
 class GroupState:
-    """What ringcp remembers of one process group."""
+    """What ringcp remembers of one process group.
+
+    ranks_per_node: how many neighbouring ranks share a node, as torchrun numbers them; without it, all do.
+    """
 
     rank: int
     world_size: int
     channel: Channel | None
+    ranks_per_node: int
     calls: int = 0
     warm: bool = False
     broken: str = ""
     layout_left: str = "head_tail"
     """The layout of the context that was last left, or the one that contexts have by default."""
+    grids: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    """The groups of 2-D meshes whose first dim this is, by the name of the other dim's group."""
     turn: threading.Lock = field(default_factory=threading.Lock)
     """Held for a whole forward: calls of two threads on one group are taken in turn."""
 
@@ -167,7 +220,9 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
         state = _states.get(group)
         if state is None:
             rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-            state = _states[group] = GroupState(rank, world_size, _channel(group, rank, world_size))
+            node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
+            per_node = ranks_per_node(dist.get_process_group_ranks(group), node)
+            state = _states[group] = GroupState(rank, world_size, _channel(group, rank, world_size), per_node)
         return state
 
 

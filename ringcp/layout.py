@@ -121,7 +121,7 @@ class Layout:
         spans: list[list[Span]] = [[] for _ in range(self.world_size)]
         for owner, chunk in zip(self.owners, chunks(self.seq_len, len(self.owners)), strict=True):
             spans[owner].append(chunk)
-        return tuple(map(_joined, spans))
+        return tuple(map(joined, spans))
 
     def local_len(self, rank: int) -> int:
         """Number of tokens that `rank` owns."""
@@ -215,10 +215,10 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def _spans(code: int, seq_len: int, world_size: int, rank: int) -> tuple[Span, ...]:
-    return _joined(_KINDS[code].spans(seq_len, world_size, rank))
+    return joined(_KINDS[code].spans(seq_len, world_size, rank))
 
 
-def _joined(given: Sequence[Span]) -> tuple[Span, ...]:
+def joined(given: Sequence[Span]) -> tuple[Span, ...]:
     """The spans without empty ones, neighbours in one."""
     spans: list[Span] = []
     for span in given:

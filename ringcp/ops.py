@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,21 +29,21 @@ from ringcp.checks import (
     known_length,
 )
 from ringcp.errors import ArgumentError, RingcpError, UnsupportedError
-from ringcp.executor import Job, backward, drive, forward
-from ringcp.groups import GroupState, state_of
-from ringcp.kernels.base import Kernel, problem_of
+from ringcp.executor import drive
+from ringcp.groups import GroupState, group_named, state_of
+from ringcp.kernels.base import problem_of
 from ringcp.kernels.registry import choose, kernel_at, kernel_index
-from ringcp.layout import UNSIZED, Layout, decode_layout
-from ringcp.lower import Plan, plan
+from ringcp.layout import UNSIZED, decode_layout
 from ringcp.mask import Mask, decode_mask
 from ringcp.merge import accumulator_dtype
+from ringcp.modes import MODE_NAMES, Mode, mode_of
+from ringcp.runs import make_run
 from ringcp.schedule import Heads
 from ringcp.spec import host_int64
-from ringcp.topology import ring
 from ringcp.transport import P2P, warm_up
 
 # Inductor's cache on disk does not see what a fake returns: other outputs need another name of the op.
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +57,7 @@ def attention_op(
     mask_spec: Tensor,
     group_name: str,
     mode: str,
+    ulysses_degree: int | None,
     kernel: str,
     scale: float | None,
     seq_len: int | None,
@@ -68,8 +68,8 @@ def attention_op(
     also: str,
     refused: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and what backward has to know: int64 (4,) of sequence length, call, kernel, fingerprint."""
-    group = _group(group_name)
+    """out, lse, and int64 (6,), what backward has to know: sequence length, call, kernel, fingerprint, mode, degree."""
+    group = group_named(group_name)
     state = state_of(group)
     with state.turn:
         state.check_usable()
@@ -84,9 +84,9 @@ def attention_op(
             mask = _decoded_mask(mask_spec)
             check_tensors(q, k, v)
             check_group(q, group)
-            check_mode(mode)
+            check_mode(mode, ulysses_degree, state.world_size)
             check_agree(agree_when)
-            check_context_layout(code, given_len, layout_around(group_name))
+            check_context_layout(code, given_len, layout_around(group.group_name))
             known_len = known_length(given_len, given_world, seq_len, state.world_size)
             factor = default_scale(q) if scale is None else scale
             chosen = choose(kernel, problem_of(q, k, v, factor, mask.needs_band, needs_grad, needs_lse_grad))
@@ -98,7 +98,8 @@ def attention_op(
 
         words = "" if refusal is not None else (
             f"call=attention; q={_facts(q)}; k={_facts(k)}; v={_facts(v)}; layout={_layout_text(layout_spec)}; "
-            f"mask={mask}; mode={mode}; kernel={chosen.name}; scale={scale}; seq_len={seq_len}; agree={agree_when}; "
+            f"mask={mask}; mode={mode}; ulysses_degree={ulysses_degree}; "
+            f"ranks a node={state.ranks_per_node}; kernel={chosen.name}; scale={scale}; seq_len={seq_len}; agree={agree_when}; "
             f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; {also}; "
             f"plan={PLAN_VERSION}"
         )  # fmt: skip
@@ -118,19 +119,23 @@ def attention_op(
         if context is not None:
             context.attended()
         fingerprint = signature(words)
-        facts = host_int64([layout.seq_len, call, kernel_index(chosen.name), fingerprint])
+        heads = Heads(q.shape[1], k.shape[1])
+        around = state.world_size, state.ranks_per_node
+        used = mode_of(mode, ulysses_degree, heads, layout.seq_len, *around, mask, q.device.type)
+        code = MODE_NAMES.index(used.name)
+        facts = host_int64([layout.seq_len, call, kernel_index(chosen.name), fingerprint, code, used.degree])
         if 0 in (q.shape[0], q.shape[1]):
             return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), facts
         with running(state, group, q):
-            steps = _plan(layout, mask, state, chosen, q, k)
-            job = Job(steps, chosen, factor, P2P(group, timeout), call, fingerprint)
-            out, lse = drive(forward(job, q, k, v))
+            transport = P2P(group, timeout)
+            run = make_run(used, layout, mask, heads, state.rank, chosen, factor, transport, call, fingerprint)
+            out, lse = drive(run.forward(q, k, v))
         return _stored(out, q.dtype), lse.contiguous(), facts
 
 
 @attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q, v.shape[-1]), _lse_like(q), torch.empty(4, dtype=torch.int64, device="cpu")
+    return _like(q, v.shape[-1]), _lse_like(q), torch.empty(6, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("ringcp::attention_backward", mutates_args=())
@@ -150,20 +155,21 @@ def attention_backward_op(
     timeout: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the local rows."""
-    group = _group(group_name)
+    group = group_named(group_name)
     state = state_of(group)
     state.check_usable()
-    seq_len, call, index, fingerprint = facts.tolist()
+    seq_len, call, index, fingerprint, mode, degree = facts.tolist()
     if 0 in (q.shape[0], q.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     kernel = kernel_at(index)
     code, _, _, *owners = layout_spec.tolist()
     layout = decode_layout(code, seq_len, state.world_size, *owners)
-    steps = _plan(layout, _decoded_mask(mask_spec), state, kernel, q, k)
     factor = default_scale(q) if scale is None else scale
-    job = Job(steps, kernel, factor, P2P(group, timeout), call, fingerprint)
+    used, heads, mask = Mode(MODE_NAMES[mode], degree), Heads(q.shape[1], k.shape[1]), _decoded_mask(mask_spec)
+    transport = P2P(group, timeout)
+    run = make_run(used, layout, mask, heads, state.rank, kernel, factor, transport, call, fingerprint)
     with running(state, group, q):
-        grads = drive(backward(job, dout, dlse, q, k, v, out, lse))
+        grads = drive(run.backward(dout, dlse, q, k, v, out, lse))
     return tuple(_stored(grad, x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
 
 
@@ -173,7 +179,7 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: An
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, layout_spec, mask_spec, group_name, _, _, scale, _, _, timeout, *_ = inputs
+    q, k, v, layout_spec, mask_spec, group_name, _, _, _, scale, _, _, timeout, *_ = inputs
     out, lse, facts = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, layout_spec, mask_spec, facts)
@@ -185,7 +191,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tu
     # Whether a rank has an upstream gradient must not decide whether it takes part.
     dout = torch.zeros_like(out) if dout is None else dout
     grads = attention_backward_op(dout, dlse, q, k, v, out, lse, layout_spec, mask_spec, facts, *ctx.options)
-    return (*grads, *(None,) * 13)
+    return (*grads, *(None,) * 14)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -201,19 +207,8 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
 attention_backward_op.register_autograd(_refuse_double_backward)
 
 
-def _group(group_name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-
-
 def _decoded_mask(spec: Tensor) -> Mask:
     return decode_mask(tuple(spec.tolist()))
-
-
-def _plan(layout: Layout, mask: Mask, state: GroupState, kernel: Kernel, q: Tensor, k: Tensor) -> Plan:
-    return plan(layout, mask, _ring(state.world_size), state.rank, Heads(q.shape[1], k.shape[1]), kernel.caps)
-
-
-_ring = lru_cache(maxsize=64)(ring)
 
 
 @contextmanager

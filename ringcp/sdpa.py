@@ -23,11 +23,11 @@ class Context:
     """What holds inside a `context_parallel`, as `current_context` tells it.
 
     Attributes:
-        mesh: the 1-D mesh over which the sequence is split.
+        mesh: the mesh over which the sequence is split.
         layout: the `Layout`; or its name, if nothing (buffers, or a `Layout`) has said how long the sequence is.
         mask: the mask of every attention call, or None: as each call says.
-        mode, kernel, agree, timeout: as given, with the defaults filled in.
-        group_name, local_len, unmasked, causal: what follows from these: the process group, this rank's number of
+        mode, ulysses_degree, kernel, agree, timeout: as given, with the defaults filled in.
+        group_name, rank, local_len, unmasked, causal: what follows from these: the process group, this rank in it and its number of
             tokens, and the masks of calls without and with ``is_causal=True``.
     """
 
@@ -35,10 +35,12 @@ class Context:
     layout: Layout | str
     mask: Mask | None
     mode: str
+    ulysses_degree: int | None
     kernel: str
     agree: str
     timeout: float | timedelta | None
     group_name: str
+    rank: int
     local_len: int | None
     unmasked: Mask
     causal: Mask
@@ -55,15 +57,17 @@ class Context:
                 f"positions: expected a context that knows the length of its sequence, got layout={self.layout!r} and "
                 "no buffers; pass buffers= to context_parallel, or layout= a Layout"
             )
-        return self.layout.positions(self.mesh.get_local_rank()).to(self.mesh.device_type)
+        return self.layout.positions(self.rank).to(self.mesh.device_type)
 
 
 def make_context(
     mesh: DeviceMesh,
     group_name: str,
+    rank: int,
     layout: Layout | str,
     mask: Mask | None,
     mode: str,
+    ulysses_degree: int | None,
     kernel: str,
     agree: str,
     timeout: float | timedelta | None,
@@ -74,11 +78,13 @@ def make_context(
         layout=layout,
         mask=mask,
         mode=mode,
+        ulysses_degree=ulysses_degree,
         kernel=kernel,
         agree=agree,
         timeout=timeout,
         group_name=group_name,
-        local_len=layout.local_len(mesh.get_local_rank()) if isinstance(layout, Layout) else None,
+        rank=rank,
+        local_len=layout.local_len(rank) if isinstance(layout, Layout) else None,
         unmasked=Full() if mask is None else mask,
         causal=Causal() if mask is None or mask == Causal() else mask & Causal(),
     )
@@ -109,6 +115,7 @@ def sdpa(
         layout=context.layout,
         seq_len=None,
         mode=context.mode,
+        ulysses_degree=context.ulysses_degree,
         scale=scale,
         kernel=context.kernel,
         sinks=None,

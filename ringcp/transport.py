@@ -93,6 +93,23 @@ class P2P:
         )
 
 
+class Among:
+    """A transport whose peers are some of another one's, renumbered.
+
+    ranks: by their number here, their number there.
+    """
+
+    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
+        self._transport = transport
+        self._ranks = tuple(ranks)
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str) -> Pending:
+        return self._transport.post(self._renumbered(sends), self._renumbered(recvs), where)
+
+    def _renumbered(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        return [parcel._replace(peer=self._ranks[parcel.peer]) for parcel in parcels]
+
+
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     """One operation of all ranks, before the first batch of P2P in an NCCL group.
 

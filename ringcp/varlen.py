@@ -8,9 +8,9 @@ from datetime import timedelta
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.attention import attend, unknown_keyword
+from ringcp.attention import attend, degree_in, unknown_keyword
 from ringcp.errors import ArgumentError
-from ringcp.groups import group_of
+from ringcp.groups import group_name_of
 from ringcp.layout import Layout
 from ringcp.mask import Documents, Mask
 
@@ -26,6 +26,7 @@ def attention_varlen(
     layout: Layout | str = "auto",
     seq_len: int | None = None,
     mode: str = "auto",
+    ulysses_degree: int | None = None,
     scale: float | None = None,
     kernel: str = "auto",
     sinks: Tensor | None = None,
@@ -42,7 +43,8 @@ def attention_varlen(
         q: (T_local, Hq, D), this rank's tokens of the packed row; k: (T_local, Hkv, D); v: (T_local, Hkv, Dv).
         cu_seqlens: (documents + 1,) cumulative lengths of the *whole* packed row, from 0 on; the same on every rank.
         mask: which positions of a document attend to which, such as ``Causal()``; None is all of them.
-        mesh, layout, seq_len, mode, scale, kernel, sinks, return_lse, agree, timeout: as in `ringcp.attention`.
+        mesh, layout, seq_len, mode, ulysses_degree, scale, kernel, sinks, return_lse, agree, timeout: as in
+            `ringcp.attention`.
 
     Returns:
         out (T_local, Hq, Dv); with `return_lse` also lse (T_local, Hq).
@@ -61,11 +63,12 @@ def attention_varlen(
         q,
         k,
         v,
-        group_name=group_of(mesh).group_name,
+        group_name=group_name_of(mesh),
         mask=mask,
         layout=layout,
         seq_len=seq_len,
         mode=mode,
+        ulysses_degree=degree_in(mesh, ulysses_degree),
         scale=scale,
         kernel=kernel,
         sinks=sinks,

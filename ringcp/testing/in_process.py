@@ -20,14 +20,14 @@ from ringcp.checks import (
     scale_problem,
 )
 from ringcp.errors import ArgumentError, LayoutError
-from ringcp.executor import Job, Run, backward, drive_all, forward
+from ringcp.executor import drive_all
 from ringcp.kernels.base import problem_of
 from ringcp.kernels.registry import choose
 from ringcp.layout import Layout, layout_named
-from ringcp.lower import plan
 from ringcp.mask import Full, Mask
+from ringcp.modes import Mode, mode_of
+from ringcp.runs import Run, make_run
 from ringcp.schedule import Heads
-from ringcp.topology import ring
 from ringcp.transport import InProcess
 
 
@@ -39,7 +39,8 @@ def in_process(
     world_size: int,
     mask: Mask | None = None,
     layout: Layout | str = "auto",
-    mode: str = "ring",
+    mode: str = "auto",
+    ulysses_degree: int | None = None,
     kernel: str = "auto",
     scale: float | None = None,
     return_lse: bool = False,
@@ -48,16 +49,16 @@ def in_process(
 
     Args:
         q: (B, Hq, S, D); k: (B, Hkv, S, D); v: (B, Hkv, S, Dv): the whole sequence, on a CPU or one GPU.
-        world_size, mask, layout, mode, kernel, scale, return_lse: as in `ringcp.attention`.
+        world_size, mask, layout, mode, ulysses_degree, kernel, scale, return_lse: as in `ringcp.attention`.
 
     Returns:
         out (B, Hq, S, Dv) in the order of the sequence, and with `return_lse` lse (B, Hq, S). Differentiable once.
 
     Raises:
         ArgumentError, LayoutError: tensors that do not fit each other or the layout.
-        UnsupportedError: for a mode other than "ring", or if no kernel can do it.
+        UnsupportedError: for an unknown mode, one that does not fit the ranks, or if no kernel can do it.
     """
-    check_mode(mode)
+    check_mode(mode, ulysses_degree, world_size)
     q, k, v = as_sdpa_casts(q, k, v)
     check_tensors(q, k, v)
     check_layout(layout, world_size)
@@ -71,7 +72,11 @@ def in_process(
             f"layout: expected one for {seq_len} tokens on {world_size} ranks, got {lay!r}; make it with these numbers"
         )
     check_mask(Full() if mask is None else mask, q, lay)
-    out, lse = _InProcess.apply(q, k, v, lay, Full() if mask is None else mask, kernel, scale, return_lse)
+    full = Full() if mask is None else mask
+    chosen = mode_of(
+        mode, ulysses_degree, Heads(q.shape[1], k.shape[1]), seq_len, world_size, world_size, full, q.device.type
+    )
+    out, lse = _InProcess.apply(q, k, v, lay, full, chosen, kernel, scale, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -84,6 +89,7 @@ class _InProcess(torch.autograd.Function):
         v: Tensor,
         layout: Layout,
         mask: Mask,
+        mode: Mode,
         kernel_name: str,
         scale: float | None,
         lse_grad: bool,
@@ -92,19 +98,19 @@ class _InProcess(torch.autograd.Function):
         factor = default_scale(q) if scale is None else scale
         kernel = choose(kernel_name, problem_of(q, k, v, factor, mask.needs_band, needs_grad, needs_grad and lse_grad))
 
-        def run_all(run: Callable[..., Run], *tensors: Tensor | None) -> list[Any]:
+        heads = Heads(q.shape[1], k.shape[1])
+
+        def run_all(start: Callable[..., Any], *tensors: Tensor | None) -> list[Any]:
             transport = InProcess()
             runs = []
             for rank in range(layout.world_size):
-                heads = Heads(q.shape[1], k.shape[1])
-                steps = plan(layout, mask, ring(layout.world_size), rank, heads, kernel.caps)
-                job = Job(steps, kernel, factor, transport.endpoint(rank))
-                runs.append(run(job, *(None if x is None else layout.shard(x, rank, 2) for x in tensors)))
+                run = make_run(mode, layout, mask, heads, rank, kernel, factor, transport.endpoint(rank))
+                runs.append(start(run, *(None if x is None else layout.shard(x, rank, 2) for x in tensors)))
             with torch.autocast(q.device.type, enabled=False):
                 results = drive_all(runs)
             return [layout.unshard(parts, 2) for parts in zip(*results, strict=True)]
 
-        out, lse = run_all(forward, q, k, v)
+        out, lse = run_all(Run.forward, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.run_all = run_all
         ctx.set_materialize_grads(False)
@@ -115,5 +121,5 @@ class _InProcess(torch.autograd.Function):
         refuse_create_graph("in_process")
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        grads = ctx.run_all(backward, dout, dlse, q, k, v, out, lse)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), *(None,) * 5
+        grads = ctx.run_all(Run.backward, dout, dlse, q, k, v, out, lse)
+        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), *(None,) * 6
