@@ -21,13 +21,25 @@ _WORDS_BYTES = 16384
 _VOTE_TAG, _WORDS_TAG = 1 << 30, (1 << 30) + 1
 
 
+class Lengths(NamedTuple):
+    """Local lengths of queries, and of keys and values."""
+
+    q: int
+    kv: int
+
+
 class Vote(NamedTuple):
-    """What one rank says: a hash of what must be equal, its call number and length, and whether it refuses."""
+    """What one rank says: a hash of what must be equal, its call number, lengths, and whether it refuses."""
 
     signature: int
     call: int
     local_len: int
+    local_kv_len: int
     refused: int
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.local_len, self.local_kv_len)
 
 
 def signature(description: str) -> int:
@@ -39,10 +51,10 @@ def agree(
     state: GroupState,
     call: int,
     words: str,
-    local_len: int,
+    lengths: Lengths,
     refusal: RingcpError | None,
     timeout: float | None,
-) -> list[int]:
+) -> list[Lengths]:
     """Vote on one call; the local lengths of all ranks. A group of one does not vote.
 
     words: everything that must be equal on all ranks, as "name=value; name=value".
@@ -56,13 +68,13 @@ def agree(
     if state.channel is None:
         if refusal is not None:
             raise refusal
-        return [local_len]
-    mine = Vote(signature(words), call, local_len, refusal is not None)
+        return [lengths]
+    mine = Vote(signature(words), call, *lengths, refusal is not None)
     try:
         received = state.channel.exchange(host_int64(mine), _VOTE_TAG, timeout)
         votes = [Vote(*vote.tolist()) for vote in received]
         if not any(vote.refused for vote in votes) and len({vote[:2] for vote in votes}) == 1:
-            return [vote.local_len for vote in votes]
+            return [vote.lengths for vote in votes]
         said = _exchange_words(state.channel, str(refusal) if refusal is not None else words, timeout)
     except BaseException as error:
         state.break_off(error)

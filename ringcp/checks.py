@@ -17,8 +17,8 @@ MODES = ("auto", "ring", "gather", "ulysses", "usp")
 AGREE = ("call", "context")
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k and v fit each other.
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, cross: bool) -> None:
+    """q, k and v fit each other; keys may have another length than queries in `cross` attention.
 
     Raises:
         ArgumentError: dims, dtypes, devices, batch sizes, heads or head dims that do not.
@@ -51,10 +51,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q, k: expected equal head dims in dim 3, got {shapes}; "
             "pad the smaller one with zeros, and pass scale= of the unpadded dim"
         )
-    if not q.shape[2] == k.shape[2] == v.shape[2]:
+    if k.shape[2] != v.shape[2] or not (cross or q.shape[2] == k.shape[2]):
         raise LayoutError(
-            f"q, k, v: expected equal local lengths in dim 2, got {shapes}; shard all three with one layout "
-            "(cross-attention and a KV cache are not supported)"
+            f"q, k, v: expected equal local lengths in dim 2, got {shapes}; shard all three with one layout, or say that "
+            "of k and v, which are another sequence, as kv_layout= (a KV cache is not supported)"
         )
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
@@ -64,12 +64,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ArgumentError(f"q, k, v: expected head dims of at least 1 in dim 3, got {shapes}; give each head a dim")
 
 
-def check_group(q: Tensor, group: dist.ProcessGroup) -> None:
+def check_group(q: Tensor, group: dist.ProcessGroup | None) -> None:
     """The group can move tensors of this device.
 
     Raises:
         ArgumentError: if it has no back end for them; gloo, which reads a CUDA pointer as a host one, counts as none.
     """
+    if group is None:
+        return
     has = [device.type for device in group._device_types]
     usable = q.device.type in has and not (q.is_cuda and group._get_backend(q.device).name() == "gloo")
     if not usable:
@@ -119,7 +121,9 @@ def _check_word(name: str, value: str, known: Sequence[str]) -> None:
         raise UnsupportedError(f"{name}: expected one of {names}, got {value!r}; choose one of these")
 
 
-def known_length(given_len: int, given_world: int, seq_len: int | None, world_size: int) -> int | None:
+def known_length(
+    given_len: int, given_world: int, seq_len: int | None, world_size: int, argument: str = "layout"
+) -> int | None:
     """The length of the whole sequence, if the layout or `seq_len` says it.
 
     Raises:
@@ -127,7 +131,7 @@ def known_length(given_len: int, given_world: int, seq_len: int | None, world_si
     """
     if given_world not in (UNSIZED, world_size):
         raise LayoutError(
-            f"layout: expected one for the {world_size} ranks of mesh, got one for {given_world}; "
+            f"{argument}: expected one for the {world_size} ranks of mesh, got one for {given_world}; "
             "make the layout with mesh.size()"
         )
     if seq_len is not None and given_len not in (UNSIZED, seq_len):
@@ -148,7 +152,7 @@ def check_context_layout(code: int, given_len: int, around: Layout | str | None)
         )
 
 
-def check_lengths(lengths: Sequence[int], layout: Layout, ranks: Sequence[int]) -> None:
+def check_lengths(lengths: Sequence[int], layout: Layout, ranks: Sequence[int], names: str = "q, k, v") -> None:
     """Raises LayoutError if the local length of one of `ranks` is not the layout's."""
     wrong = [
         f"{length} on rank {rank} instead of {layout.local_len(rank)}"
@@ -161,7 +165,7 @@ def check_lengths(lengths: Sequence[int], layout: Layout, ranks: Sequence[int]) 
         if whole and layout.world_size > 1:
             fix = "this looks like the whole sequence: cut it with ringcp.shard and this layout"
         raise LayoutError(
-            f"q, k, v: expected the local lengths in dim 2 of (B, H, S, D) that {layout!r} gives, "
+            f"{names}: expected the local lengths in dim 2 of (B, H, S, D) that {layout!r} gives, "
             f"got {', '.join(wrong)}; {fix}"
         )
 
@@ -185,27 +189,37 @@ def scale_problem(scale: object) -> str:
     return ""
 
 
-def layout_problem(layout: object) -> str:
+def layout_problem(layout: object, argument: str = "layout") -> str:
     """Why `layout` is neither a layout nor the name of one; empty if it is."""
     if isinstance(layout, Layout) or (isinstance(layout, str) and layout in LAYOUT_NAMES):
         return ""
     if callable(layout):
         name = getattr(layout, "__name__", "")
-        return f"layout: expected a Layout, got {name}, not called; write ringcp.{name}(seq_len, mesh.size(), ...)"
+        return f"{argument}: expected a Layout, got {name}, not called; write ringcp.{name}(seq_len, mesh.size(), ...)"
     names = ", ".join(LAYOUT_NAMES)
     if layout == "balanced":
         return (
-            f"layout: expected a Layout or one of {names}, got 'balanced', which needs the mask to balance by; pass "
-            "layout=ringcp.Balanced(seq_len, mesh.size(), mask)"
+            f"{argument}: expected a Layout or one of {names}, got 'balanced', which needs the mask to balance by; pass "
+            f"{argument}=ringcp.Balanced(seq_len, mesh.size(), mask)"
         )
-    return f"layout: expected a Layout or one of {names}, got {shown(layout)}; choose one of these"
+    return f"{argument}: expected a Layout or one of {names}, got {shown(layout)}; choose one of these"
 
 
-def check_mask(mask: Mask, q: Tensor, layout: Layout) -> None:
-    """Raises LayoutError if the mask is of another batch or sequence."""
+def check_mask(mask: Mask, q: Tensor, layout: Layout, cross: bool) -> None:
+    """The mask is of this batch and sequence.
+
+    Raises:
+        LayoutError: if it is of another one.
+        UnsupportedError: for a mask of one sequence in `cross` attention, which has two.
+    """
     problem = mask.problem(q.shape[0], layout.seq_len)
     if problem:
         raise LayoutError(problem)
+    if cross and mask.of_one_sequence:
+        raise UnsupportedError(
+            f"mask: expected one of positions alone in cross-attention, got {mask}, whose lengths are of one sequence; "
+            "pass mask=None, and leave padded keys out of k and v"
+        )
 
 
 def check_layout(layout: object, world_size: int) -> None:

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringcp.active import Session, active_session, is_active, sessions
 from ringcp.ambient import layout_around
-from ringcp.attention import degree_in, option_problem, seconds_of
 from ringcp.balance import choose_layout
 from ringcp.checks import check_agree, check_layout, check_mode, mask_problem, shown
 from ringcp.errors import ArgumentError, LayoutError, RingcpError, UnsupportedError
@@ -26,6 +25,7 @@ from ringcp.interception import intercepted
 from ringcp.kernels.registry import check_kernel_name
 from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
 from ringcp.mask import Mask
+from ringcp.options import degree_in, option_problem, seconds_of
 from ringcp.saving import saving_shards
 from ringcp.sdpa import Context, make_context
 from ringcp.sharding import unshard, vote
@@ -45,6 +45,7 @@ def context_parallel(
     mask: Mask | None = None,
     kernel: str = "auto",
     ulysses_degree: int | None = None,
+    gather_memory: int | None = None,
     agree: str | None = None,
     timeout: float | timedelta | None = None,
 ) -> Iterator[Context]:
@@ -74,7 +75,7 @@ def context_parallel(
             use `ringcp.shard`.
         buffer_seq_dims: the sequence dim of each buffer; negative ones count from the end.
         no_restore_buffers: those of `buffers` that remain shards after the body.
-        mode, ulysses_degree: as in `ringcp.attention`.
+        mode, ulysses_degree, gather_memory: as in `ringcp.attention`.
         layout: which rank owns which tokens: a `Layout` or a name. "auto" is what `make_layout` makes of `mask` if
             there are a mask and buffers to say how long the sequence is, otherwise head-tail.
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
@@ -107,17 +108,18 @@ def context_parallel(
     refusal: RingcpError | None = None
     try:
         degree = degree_in(mesh, ulysses_degree)
-        _check_options(mode, layout, mask, kernel, degree, agree, timeout, state.world_size)
+        _check_options(mode, layout, mask, kernel, degree, gather_memory, agree, timeout, state.world_size)
         given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
         layout = _sized(layout, given, mask, state.world_size)
         if mask is None:
             _check_no_documents(given)
         seconds = seconds_of(timeout)
-        context = make_context(mesh, group.group_name, state.rank, layout, mask, mode, degree, kernel, agree, timeout)
+        context = make_context(mesh, group.group_name, state.rank, layout, mask, mode, degree, gather_memory, kernel, agree, timeout)
         held = [Buffer(*each, layout, group, state, seconds) for each in given] if isinstance(layout, Layout) else []
         words = "; ".join(
             [
                 f"call=context_parallel; layout={layout!r}; mask={mask}; mode={mode}; ulysses_degree={degree}; "
+                f"gather_memory={gather_memory}; "
                 f"kernel={kernel}; agree={agree}",
                 f"number of buffers={len(given)}",
                 *(f"{each.name}={each}" for each in given),
@@ -259,11 +261,12 @@ def _check_options(
     mask: Mask | None,
     kernel: str,
     ulysses_degree: int | None,
+    gather_memory: int | None,
     agree: str,
     timeout: float | timedelta | None,
     world_size: int,
 ) -> None:
-    wrong = mask_problem(mask) or option_problem(None, mode, ulysses_degree, kernel, agree, timeout)
+    wrong = mask_problem(mask) or option_problem(None, mode, ulysses_degree, gather_memory, kernel, agree, timeout)
     if wrong:
         raise ArgumentError(wrong)
     check_layout(layout, world_size)

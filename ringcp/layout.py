@@ -72,19 +72,22 @@ _KINDS = (
 _CODES = {kind.name: code for code, kind in enumerate(_KINDS)}
 _CODES["auto"] = _CODES["head_tail"]
 LAYOUT_NAMES = tuple(_CODES)
-# The code after those: a layout that is not told by its name, since its spec says who owns which chunk.
+# The codes after those, of layouts that are not told by a name: whose spec says who owns which chunk, and of `Joint`.
 DEALT = len(_KINDS)
+_JOINT = DEALT + 1
 
 UNSIZED = -1
 
 
 class Layout:
-    """Which rank owns which tokens. Make one with `Contiguous`, `HeadTail`, `Striped` or `Balanced`.
+    """Which rank owns which tokens. Make one with `Contiguous`, `HeadTail`, `Striped`, `Balanced` or `Joint`.
 
     Attributes:
         seq_len: number of tokens of the whole sequence.
         world_size: number of ranks.
         owners: of a `Balanced` layout, the rank that owns each chunk; otherwise empty.
+        replicated: of a `Joint` layout, how many tokens every rank has; otherwise 0.
+        rest: of a `Joint` layout, that of the others; otherwise the layout itself.
         spec: int64 (3 + chunks,) CPU tensor that encodes the layout; all that traced code touches.
     """
 
@@ -95,10 +98,15 @@ class Layout:
         self.seq_len = seq_len
         self.world_size = world_size
         self.owners = owners
+        self.replicated = 0
         self._code = code
-        self.spec = host_int64([code, seq_len, world_size, *owners])
-        if owners:
+        self.spec = host_int64(self.key)
+        if len(self.key) > 3:
             torch._dynamo.maybe_mark_dynamic(self.spec, 0)
+
+    @property
+    def rest(self) -> Layout:
+        return self
 
     @property
     def name(self) -> str:
@@ -154,8 +162,15 @@ class Layout:
             )
         for rank, part in enumerate(parts):
             dim = self._checked_dim(part, dim, self.local_len(rank), f"parts[{rank}]")
+        return self._whole(parts, dim)
+
+    def _whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         order = torch.cat([self.positions(rank) for rank in range(self.world_size)]).argsort()
         return torch.cat(tuple(parts), dim).index_select(dim, order.to(parts[0].device))
+
+    def whole_gradient(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """The gradient of the whole sequence, from those of the shards: what every rank has is summed."""
+        return self.unshard(parts, dim)
 
     def _checked_dim(self, x: Tensor, dim: int, length: int, name: str) -> int:
         if not -x.ndim <= dim < x.ndim:
@@ -229,6 +244,78 @@ def joined(given: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+class _Joint(Layout):
+    """See `Joint`."""
+
+    def __init__(self, replicated: int, rest: Layout) -> None:
+        if isinstance(replicated, bool) or not isinstance(replicated, int) or replicated < 0:
+            raise LayoutError(f"replicated: expected a number of tokens of at least 0, got {replicated!r}; give an int")
+        if not isinstance(rest, Layout) or isinstance(rest, _Joint):
+            raise LayoutError(
+                f"rest: expected the layout of the tokens that are not on every rank, got {rest!r}; pass one such as "
+                "ringcp.HeadTail(seq_len, mesh.size())"
+            )
+        self._rest = rest
+        self._num = replicated
+        super().__init__(_JOINT, replicated + rest.seq_len, rest.world_size)
+        self.replicated = replicated
+
+    @property
+    def name(self) -> str:
+        return "joint"
+
+    @property
+    def rest(self) -> Layout:
+        return self._rest
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        return (_JOINT, self._num + self._rest.seq_len, self._rest.world_size, self._num, *self._rest.key)
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        own = [Span(s.start + self._num, s.stop + self._num, s.step) for s in self._rest.spans(rank)]
+        return joined([Span(0, self._num), *own])
+
+    def _whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        # The first rank's, to the bit; the gradient goes to all copies alike.
+        copies = [part.narrow(dim, 0, self._num) for part in parts]
+        first = copies[0]
+        if any(copy.requires_grad for copy in copies):
+            first = first.detach() + sum((copy - copy.detach()) / len(parts) for copy in copies)
+        rests = [part.narrow(dim, self._num, part.shape[dim] - self._num) for part in parts]
+        return torch.cat([first, self._rest.unshard(rests, dim)], dim)
+
+    def whole_gradient(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        dim %= parts[0].ndim
+        whole = self.unshard(parts, dim)
+        wide = torch.promote_types(whole.dtype, torch.float32)
+        copies = sum(part.narrow(dim, 0, self._num).to(wide) for part in parts)
+        whole.narrow(dim, 0, self._num).copy_(copies)
+        return whole
+
+    @cached_property
+    def _text(self) -> str:
+        return f"Joint({self._num}, {self._rest!r})"
+
+
+def Joint(*, replicated: int, rest: Layout) -> Layout:
+    """`replicated` tokens on every rank, in front of its rows in `rest`: text beside a long video, in both ways.
+
+    In attention, all tokens attend to the replicated ones and they to all; the mask holds among the rest, whose
+    positions it counts from 0. Replicated keys count once, and replicated queries get the same result on every rank, to
+    the bit. The copies of a replicated tensor count as one value: each gets an equal share of its gradient, the same on
+    every rank, and the sum over ranks is the whole, as it is for every parameter. (With the whole on every rank, each
+    layer would multiply it by the number of ranks.)
+
+    As `kv_layout=` of cross-attention, ``Joint(replicated=n, rest=Contiguous(0, mesh.size()))`` is an encoder memory of
+    n tokens that every rank holds.
+
+    Raises:
+        LayoutError: a `replicated` or `rest` that is none.
+    """
+    return _Joint(replicated, rest)
+
+
 def Contiguous(seq_len: int, world_size: int) -> Layout:
     """Rank r owns chunk r of `world_size`. Simple, good for windows; a causal mask leaves the first ranks idle."""
     return Layout(_CODES["contiguous"], seq_len, world_size)
@@ -265,4 +352,6 @@ _UNSIZED_SPECS = {name: host_int64([code, UNSIZED, UNSIZED]) for name, code in _
 @lru_cache(maxsize=1024)
 def decode_layout(code: int, seq_len: int, world_size: int, *owners: int) -> Layout:
     """The layout of a spec, its length and world size filled in."""
+    if code == _JOINT:
+        return _Joint(owners[0], decode_layout(*owners[1:]))
     return Layout(code, seq_len, world_size, owners)

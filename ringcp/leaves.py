@@ -14,7 +14,7 @@ from ringcp.checks import refuse_create_graph
 from ringcp.errors import UnsupportedError
 from ringcp.groups import GroupState
 from ringcp.layout import Layout
-from ringcp.sharding import gather_rows, vote
+from ringcp.sharding import gather_gradient, vote
 
 
 class Leaf:
@@ -96,7 +96,7 @@ class Leaf:
 
     def add_grad(self, rows: Tensor) -> None:
         """Gather a gradient from every rank's rows, and add it to that of the whole."""
-        x, grad = self.tensor, gather_rows(rows, self._group, self._state, self._layout, self._dim)
+        x, grad = self.tensor, gather_gradient(rows, self._group, self._state, self._layout, self._dim)
         if x.grad is None:
             x.grad = grad
         else:

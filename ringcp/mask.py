@@ -81,6 +81,11 @@ class Mask:
         """Whether a kernel must take more than full and causal rectangles."""
         return self._node.needs_band
 
+    @property
+    def of_one_sequence(self) -> bool:
+        """Whether it has no meaning between two sequences: it says where documents or padding end."""
+        return self._node.of_one_sequence
+
     def pieces(self, q_span: Span, k_span: Span, row: int = 0) -> list[Band]:
         """The disjoint bands of allowed pairs; see `Pieces.pieces`."""
         if q_span.step == k_span.step or min(q_span.length, k_span.length) <= 1:

@@ -56,6 +56,7 @@ class Node(Protocol):
     """One node of a mask: a frozen dataclass whose fields are integers, tuples of such fields, or further nodes.
 
     rows, reach: see `ringcp.mask.Pieces`. needs_band: whether a kernel must take more than full and causal rectangles.
+    of_one_sequence: whether it says where in a sequence something ends, so that it has no meaning between two.
     """
 
     @property
@@ -66,6 +67,9 @@ class Node(Protocol):
 
     @property
     def needs_band(self) -> bool: ...
+
+    @property
+    def of_one_sequence(self) -> bool: ...
 
     def pieces(self, pair: Pair, row: int) -> list[Band]: ...
 
@@ -93,6 +97,7 @@ class FullNode(_AnySequence):
 
     reach: ClassVar[None] = None
     needs_band: ClassVar[bool] = False
+    of_one_sequence: ClassVar[bool] = False
 
     def pieces(self, pair: Pair, row: int) -> list[Band]:
         return _diagonal(pair, None, None)
@@ -110,6 +115,7 @@ class CausalNode(_AnySequence):
 
     reach: ClassVar[None] = None
     needs_band: ClassVar[bool] = False
+    of_one_sequence: ClassVar[bool] = False
 
     def pieces(self, pair: Pair, row: int) -> list[Band]:
         return _diagonal(pair, 0, None)
@@ -128,6 +134,7 @@ class WindowNode(_AnySequence):
     left: int
     right: int
     needs_band: ClassVar[bool] = True
+    of_one_sequence: ClassVar[bool] = False
 
     @property
     def reach(self) -> int:
@@ -160,6 +167,10 @@ class _Both:
     @property
     def rows(self) -> int | None:
         return self.b.rows if self.a.rows is None else self.a.rows
+
+    @property
+    def of_one_sequence(self) -> bool:
+        return self.a.of_one_sequence or self.b.of_one_sequence
 
     def problem(self, seq_len: int) -> str:
         return self.a.problem(seq_len) or self.b.problem(seq_len)
@@ -221,6 +232,7 @@ class DocumentsNode:
 
     edges: tuple[tuple[int, ...], ...]
     needs_band: ClassVar[bool] = False
+    of_one_sequence: ClassVar[bool] = True
 
     @property
     def rows(self) -> int | None:
@@ -259,6 +271,7 @@ class ChunkedNode(_AnySequence):
 
     size: int
     needs_band: ClassVar[bool] = False
+    of_one_sequence: ClassVar[bool] = False
 
     @property
     def reach(self) -> int:
@@ -286,6 +299,7 @@ class PrefixNode:
     n: tuple[int, ...]
     reach: ClassVar[None] = None
     needs_band: ClassVar[bool] = False
+    of_one_sequence: ClassVar[bool] = False
 
     @property
     def rows(self) -> int | None:
@@ -317,6 +331,7 @@ class PaddingNode:
     valid: tuple[tuple[int, ...], ...]
     reach: ClassVar[None] = None
     needs_band: ClassVar[bool] = False
+    of_one_sequence: ClassVar[bool] = True
 
     @property
     def rows(self) -> int | None:

@@ -7,7 +7,7 @@ Layout and mask arrive as int64 tensors, since a tensor of another content does 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringcp.agreement import agree, signature
+from ringcp.agreement import Lengths, agree, signature
 from ringcp.ambient import ambient, layout_around
 from ringcp.checks import (
     check_agree,
@@ -33,7 +33,7 @@ from ringcp.executor import drive
 from ringcp.groups import GroupState, group_named, state_of
 from ringcp.kernels.base import problem_of
 from ringcp.kernels.registry import choose, kernel_at, kernel_index
-from ringcp.layout import UNSIZED, decode_layout
+from ringcp.layout import UNSIZED, Layout, decode_layout
 from ringcp.mask import Mask, decode_mask
 from ringcp.merge import accumulator_dtype
 from ringcp.modes import MODE_NAMES, Mode, mode_of
@@ -54,10 +54,12 @@ def attention_op(
     k: Tensor,
     v: Tensor,
     layout_spec: Tensor,
+    kv_layout_spec: Tensor | None,
     mask_spec: Tensor,
     group_name: str,
     mode: str,
     ulysses_degree: int | None,
+    gather_memory: int | None,
     kernel: str,
     scale: float | None,
     seq_len: int | None,
@@ -68,26 +70,31 @@ def attention_op(
     also: str,
     refused: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and int64 (6,), what backward has to know: sequence length, call, kernel, fingerprint, mode, degree."""
-    group = group_named(group_name)
-    state = state_of(group)
+    """out, lse, and int64 (7,), what backward has to know: lengths of queries and keys, call, kernel, fingerprint, mode
+    and degree.
+    """
+    group, state = members(group_name)
     with state.turn:
         state.check_usable()
         call = state.next_call()
-        given_len = UNSIZED
+        cross = kv_layout_spec is not None
         known_len: int | None = None
+        known_kv_len: int | None = None
         refusal: RingcpError | None = None
         try:
             if refused:
                 raise ArgumentError(refused)
-            code, given_len, given_world, *owners = layout_spec.tolist()
             mask = _decoded_mask(mask_spec)
-            check_tensors(q, k, v)
+            check_tensors(q, k, v, cross)
             check_group(q, group)
             check_mode(mode, ulysses_degree, state.world_size)
             check_agree(agree_when)
-            check_context_layout(code, given_len, layout_around(group.group_name))
+            code, given_len, given_world, *_ = layout_spec.tolist()
+            check_context_layout(code, given_len, None if group is None else layout_around(group.group_name))
             known_len = known_length(given_len, given_world, seq_len, state.world_size)
+            if kv_layout_spec is not None:
+                _, given_len, given_world, *_ = kv_layout_spec.tolist()
+                known_kv_len = known_length(given_len, given_world, None, state.world_size, "kv_layout")
             factor = default_scale(q) if scale is None else scale
             chosen = choose(kernel, problem_of(q, k, v, factor, mask.needs_band, needs_grad, needs_lse_grad))
         except RingcpError as error:
@@ -98,23 +105,28 @@ def attention_op(
 
         words = "" if refusal is not None else (
             f"call=attention; q={_facts(q)}; k={_facts(k)}; v={_facts(v)}; layout={_layout_text(layout_spec)}; "
-            f"mask={mask}; mode={mode}; ulysses_degree={ulysses_degree}; "
+            f"kv_layout={None if kv_layout_spec is None else _layout_text(kv_layout_spec)}; "
+            f"mask={mask}; mode={mode}; ulysses_degree={ulysses_degree}; gather_memory={gather_memory}; "
             f"ranks a node={state.ranks_per_node}; kernel={chosen.name}; scale={scale}; seq_len={seq_len}; agree={agree_when}; "
             f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; {also}; "
             f"plan={PLAN_VERSION}"
         )  # fmt: skip
-        if agree_when != "context" or (given_len == UNSIZED and seq_len is None):
-            lengths = agree(state, call, words, q.shape[2] if q.ndim == 4 else 0, refusal, timeout)
-            layout = decode_layout(code, sum(lengths) if known_len is None else known_len, state.world_size, *owners)
-            check_lengths(lengths, layout, range(state.world_size))
+        own = Lengths(q.shape[2], k.shape[2]) if q.ndim == k.ndim == 4 else Lengths(0, 0)
+        if agree_when != "context" or known_len is None or (cross and known_kv_len is None):
+            lengths = agree(state, call, words, own, refusal, timeout)
+            ranks = range(state.world_size)
         elif refusal is not None:
             _log.error("rank %d refuses call %d, and its peers do not vote: %s", state.rank, call, refusal)
             raise refusal
         else:
-            assert known_len is not None, "without it the ranks vote"
-            layout = decode_layout(code, known_len, state.world_size, *owners)
-            check_lengths([q.shape[2]], layout, [state.rank])
-        check_mask(mask, q, layout)
+            lengths, ranks = [own], range(state.rank, state.rank + 1)
+        layout = _sized(layout_spec, known_len, [each.q for each in lengths], state)
+        check_lengths([each.q for each in lengths], layout, ranks, "q" if cross else "q, k, v")
+        kv_layout = None
+        if kv_layout_spec is not None:
+            kv_layout = _sized(kv_layout_spec, known_kv_len, [each.kv for each in lengths], state)
+            check_lengths([each.kv for each in lengths], kv_layout, ranks, "k, v")
+        check_mask(mask, q, layout, cross)
         context = ambient("context")
         if context is not None:
             context.attended()
@@ -122,20 +134,23 @@ def attention_op(
         heads = Heads(q.shape[1], k.shape[1])
         around = state.world_size, state.ranks_per_node
         used = mode_of(mode, ulysses_degree, heads, layout.seq_len, *around, mask, q.device.type)
+        lens = layout.seq_len, (kv_layout or layout).seq_len
         code = MODE_NAMES.index(used.name)
-        facts = host_int64([layout.seq_len, call, kernel_index(chosen.name), fingerprint, code, used.degree])
+        facts = host_int64([*lens, call, kernel_index(chosen.name), fingerprint, code, used.degree])
         if 0 in (q.shape[0], q.shape[1]):
             return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), facts
         with running(state, group, q):
-            transport = P2P(group, timeout)
-            run = make_run(used, layout, mask, heads, state.rank, chosen, factor, transport, call, fingerprint)
+            transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
+            run = make_run(
+                used, layout, kv_layout, mask, heads, state.rank, chosen, factor, transport, call, fingerprint
+            )
             out, lse = drive(run.forward(q, k, v))
         return _stored(out, q.dtype), lse.contiguous(), facts
 
 
 @attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q, v.shape[-1]), _lse_like(q), torch.empty(6, dtype=torch.int64, device="cpu")
+    return _like(q, v.shape[-1]), _lse_like(q), torch.empty(7, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("ringcp::attention_backward", mutates_args=())
@@ -148,6 +163,7 @@ def attention_backward_op(
     out: Tensor,
     lse: Tensor,
     layout_spec: Tensor,
+    kv_layout_spec: Tensor | None,
     mask_spec: Tensor,
     facts: Tensor,
     group_name: str,
@@ -155,19 +171,18 @@ def attention_backward_op(
     timeout: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the local rows."""
-    group = group_named(group_name)
-    state = state_of(group)
+    group, state = members(group_name)
     state.check_usable()
-    seq_len, call, index, fingerprint, mode, degree = facts.tolist()
+    seq_len, kv_len, call, index, fingerprint, mode, degree = facts.tolist()
     if 0 in (q.shape[0], q.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     kernel = kernel_at(index)
-    code, _, _, *owners = layout_spec.tolist()
-    layout = decode_layout(code, seq_len, state.world_size, *owners)
+    layout = _sized(layout_spec, seq_len, [], state)
+    kv_layout = None if kv_layout_spec is None else _sized(kv_layout_spec, kv_len, [], state)
     factor = default_scale(q) if scale is None else scale
     used, heads, mask = Mode(MODE_NAMES[mode], degree), Heads(q.shape[1], k.shape[1]), _decoded_mask(mask_spec)
-    transport = P2P(group, timeout)
-    run = make_run(used, layout, mask, heads, state.rank, kernel, factor, transport, call, fingerprint)
+    transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
+    run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, transport, call, fingerprint)
     with running(state, group, q):
         grads = drive(run.backward(dout, dlse, q, k, v, out, lse))
     return tuple(_stored(grad, x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
@@ -179,19 +194,20 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: An
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, layout_spec, mask_spec, group_name, _, _, _, scale, _, _, timeout, *_ = inputs
+    q, k, v, layout_spec, kv_layout_spec, mask_spec, group_name, *_ = inputs
+    scale, timeout = inputs[11], inputs[14]
     out, lse, facts = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, layout_spec, mask_spec, facts)
+    ctx.save_for_backward(q, k, v, out, lse, layout_spec, kv_layout_spec, mask_spec, facts)
     ctx.options = (group_name, scale, timeout)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
-    q, k, v, out, lse, layout_spec, mask_spec, facts = ctx.saved_tensors
+    q, k, v, out, lse, *specs = ctx.saved_tensors
     # Whether a rank has an upstream gradient must not decide whether it takes part.
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = attention_backward_op(dout, dlse, q, k, v, out, lse, layout_spec, mask_spec, facts, *ctx.options)
-    return (*grads, *(None,) * 14)
+    grads = attention_backward_op(dout, dlse, q, k, v, out, lse, *specs, *ctx.options)
+    return (*grads, *(None,) * 16)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -207,15 +223,29 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
 attention_backward_op.register_autograd(_refuse_double_backward)
 
 
+def members(group_name: str) -> tuple[dist.ProcessGroup | None, GroupState]:
+    """The group of a name and its state; no name stands for this rank alone, whose calls are nobody else's."""
+    if not group_name:
+        return None, GroupState(0, 1, None, 1)
+    group = group_named(group_name)
+    return group, state_of(group)
+
+
+def _sized(spec: Tensor, known: int | None, lengths: Sequence[int], state: GroupState) -> Layout:
+    """The layout of a spec, as long as is known or as the local lengths say."""
+    code, _, _, *rest = spec.tolist()
+    return decode_layout(code, sum(lengths) if known is None else known, state.world_size, *rest)
+
+
 def _decoded_mask(spec: Tensor) -> Mask:
     return decode_mask(tuple(spec.tolist()))
 
 
 @contextmanager
-def running(state: GroupState, group: dist.ProcessGroup, q: Tensor) -> Iterator[None]:
+def running(state: GroupState, group: dist.ProcessGroup | None, q: Tensor) -> Iterator[None]:
     """Around a run: kernels see no autocast, and a failure breaks the group, since peers wait for its transfers."""
     try:
-        if q.is_cuda and not state.warm and state.world_size > 1:
+        if group is not None and q.is_cuda and not state.warm and state.world_size > 1:
             warm_up(group, q.device)
             state.warm = True
         with torch.autocast(q.device.type, enabled=False):
@@ -231,9 +261,9 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _layout_text(spec: Tensor) -> str:
-    code, seq_len, world_size, *owners = spec.tolist()
-    if owners:
-        return repr(decode_layout(code, seq_len, world_size, *owners))
+    code, seq_len, world_size, *rest = spec.tolist()
+    if rest:
+        return repr(decode_layout(code, seq_len, world_size, *rest))
     name = decode_layout(code, 0, 1).name
     return name if seq_len == UNSIZED else f"{name} of {seq_len} tokens"
 

@@ -60,31 +60,34 @@ class Run:
 def make_run(
     mode: Mode,
     layout: Layout,
+    kv_layout: Layout | None,
     mask: Mask,
     heads: Heads,
     rank: int,
     kernel: Kernel,
     scale: float,
     transport: Transport,
+    gather_memory: int | None,
     call: int = 0,
     fingerprint: int = 0,
 ) -> Run:
     """The run of `rank` for one call.
 
-    layout: of all ranks. heads: of q and of k and v, as they are given.
+    layout, kv_layout: of all ranks; None is the same one. heads: of q and of k and v, as they are given.
     """
     degree = mode.degree
     if degree == 1:
-        steps = plan(layout, mask, _ring(layout.world_size), rank, heads, kernel.caps)
+        steps = plan(layout, mask, _ring(layout.world_size), rank, heads, kernel.caps, kv_layout=kv_layout)
         return Run(Job(steps, kernel, scale, transport, call, fingerprint), None)
     grid = Grid(layout.world_size, degree)
     rows = grouped(layout, degree)
+    kv_rows = None if kv_layout is None else grouped(kv_layout, degree)
     ring_rank, place = grid.ring_rank(rank), grid.place(rank)
     shares = head_shares(heads.q, heads.kv, degree)
     (q0, q1), (kv0, kv1) = shares[place]
     own = Heads(q1 - q0, kv1 - kv0) if q0 < q1 else Heads(1, 1)  # without heads, nothing runs
-    steps = plan(rows, mask, _ring(rows.world_size), ring_rank, own, kernel.caps)
+    steps = plan(rows, mask, _ring(rows.world_size), ring_rank, own, kernel.caps, kv_layout=kv_rows)
     among_ring = Among(transport, grid.ring(rank))
-    placements = rows.placements(ring_rank)
-    exchange = Exchange(place, shares, Placements(placements, placements), Among(transport, grid.exchange(rank)))
+    placements = Placements(rows.placements(ring_rank), (kv_rows or rows).placements(ring_rank))
+    exchange = Exchange(place, shares, placements, Among(transport, grid.exchange(rank)))
     return Run(Job(steps, kernel, scale, among_ring, call, fingerprint), exchange)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.attention import Refusal, attend
+from ringcp.attention import attend
 from ringcp.checks import shown
 from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
 from ringcp.layout import Layout
 from ringcp.mask import Causal, Full, Mask
+from ringcp.options import Options, Refusal
 
 LOCAL = "wrap what is to stay local (an encoder, a cross-attention) in `with ringcp.local_attention():`"
 
@@ -26,7 +27,7 @@ class Context:
         mesh: the mesh over which the sequence is split.
         layout: the `Layout`; or its name, if nothing (buffers, or a `Layout`) has said how long the sequence is.
         mask: the mask of every attention call, or None: as each call says.
-        mode, ulysses_degree, kernel, agree, timeout: as given, with the defaults filled in.
+        mode, ulysses_degree, gather_memory, kernel, agree, timeout: as given, with the defaults filled in.
         group_name, rank, local_len, unmasked, causal: what follows from these: the process group, this rank in it and its number of
             tokens, and the masks of calls without and with ``is_causal=True``.
     """
@@ -36,6 +37,7 @@ class Context:
     mask: Mask | None
     mode: str
     ulysses_degree: int | None
+    gather_memory: int | None
     kernel: str
     agree: str
     timeout: float | timedelta | None
@@ -68,6 +70,7 @@ def make_context(
     mask: Mask | None,
     mode: str,
     ulysses_degree: int | None,
+    gather_memory: int | None,
     kernel: str,
     agree: str,
     timeout: float | timedelta | None,
@@ -79,6 +82,7 @@ def make_context(
         mask=mask,
         mode=mode,
         ulysses_degree=ulysses_degree,
+        gather_memory=gather_memory,
         kernel=kernel,
         agree=agree,
         timeout=timeout,
@@ -106,24 +110,21 @@ def sdpa(
     q, k, v = query, key, value
     if refusal is None and query.ndim != 4:
         q, k, v = (_as_BHSD(x) for x in (q, k, v))
-    out = attend(
-        q,
-        k,
-        v,
-        group_name=context.group_name,
+    options = Options(
         mask=context.causal if is_causal else context.unmasked,
         layout=context.layout,
+        kv_layout=None,
         seq_len=None,
         mode=context.mode,
         ulysses_degree=context.ulysses_degree,
+        gather_memory=context.gather_memory,
         scale=scale,
         kernel=context.kernel,
         sinks=None,
-        return_lse=False,
         agree=context.agree,
         timeout=context.timeout,
-        refusal=refusal,
     )
+    out = attend(q, k, v, options, group_name=context.group_name, return_lse=False, refusal=refusal)
     assert isinstance(out, Tensor), "no lse was asked for"
     return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 

@@ -8,24 +8,22 @@ on gloo.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.agreement import agree
+from ringcp.agreement import Lengths, agree
 from ringcp.ambient import layout_around
 from ringcp.balance import choose_layout
 from ringcp.checks import check_layout, mask_problem, refuse_create_graph
-from ringcp.errors import ArgumentError, LayoutError, PeerError, RingcpError
+from ringcp.collectives import gather, reduce
+from ringcp.errors import ArgumentError, LayoutError, RingcpError
 from ringcp.groups import GroupState, group_of, state_of
 from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
 from ringcp.mask import Mask
-from ringcp.merge import accumulator_dtype
-
-T = TypeVar("T")
 
 
 def make_layout(mask: Mask | None, seq_len: int, mesh: DeviceMesh) -> Layout:
@@ -163,7 +161,8 @@ def vote(
     """One vote of its own, for a call that is no attention: every rank's number. See `ringcp.agreement.agree`."""
     with state.turn:
         state.check_usable()
-        return agree(state, state.next_call(), words, number, refusal, timeout)
+        said = agree(state, state.next_call(), words, Lengths(number, 0), refusal, timeout)
+        return [lengths.q for lengths in said]
 
 
 def _check_dim(x: Tensor, dim: int) -> None:
@@ -204,12 +203,12 @@ class _Gather(torch.autograd.Function):
         ctx: Any, x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int
     ) -> tuple[Tensor, ...]:
         ctx.options = group, state, lengths, dim
-        return tuple(_gather(x, group, state, lengths, dim))
+        return tuple(gather(x, group, state, lengths, dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_create_graph("unshard or all_gather")
-        return _reduce(grads, *ctx.options), None, None, None, None
+        return reduce(grads, *ctx.options), None, None, None, None
 
 
 class _Shard(torch.autograd.Function):
@@ -223,56 +222,12 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_create_graph("shard")
-        return gather_rows(grad, *ctx.options), None, None, None, None
+        return gather_gradient(grad, *ctx.options), None, None, None, None
 
 
-def gather_rows(x: Tensor, group: dist.ProcessGroup, state: GroupState, layout: Layout, dim: int) -> Tensor:
-    """The whole of what every rank holds its rows of, without a vote: for callers whose ranks have agreed before."""
+def gather_gradient(x: Tensor, group: dist.ProcessGroup, state: GroupState, layout: Layout, dim: int) -> Tensor:
+    """The whole gradient, of whose rows each rank holds its own, without a vote: callers' ranks have agreed before."""
     if state.world_size == 1:
         return x
     lengths = [layout.local_len(rank) for rank in range(layout.world_size)]
-    return layout.unshard(_gather(x, group, state, lengths, dim), dim)
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int) -> list[Tensor]:
-    """Parts of different lengths travel padded to the longest one, as bytes."""
-    rows = x.movedim(dim, 0)
-    longest = max(lengths)
-    sent = rows.new_zeros((longest, *rows.shape[1:]))
-    sent[: rows.shape[0]] = rows
-    received = rows.new_empty((state.world_size, *sent.shape))
-    if sent.numel():
-        flat_in, flat_out = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
-        # Renamed in torch 2.13.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        _collective(state, "all-gather", lambda: gather(flat_out, flat_in, group=group))
-    return [received[rank, :length].movedim(0, dim) for rank, length in enumerate(lengths)]
-
-
-def _reduce(
-    parts: Sequence[Tensor], group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int
-) -> Tensor:
-    """Part r of all ranks, summed on rank r in the accumulator's dtype and in rank order, whatever the backend."""
-    rows = [part.movedim(dim, 0) for part in parts]
-    sent = rows[0].new_zeros((state.world_size, max(lengths), *rows[0].shape[1:]))
-    for rank, part in enumerate(rows):
-        sent[rank, : part.shape[0]] = part
-    received = torch.empty_like(sent)
-    if sent.numel():
-        _collective(state, "all-to-all", lambda: dist.all_to_all_single(received.view(-1), sent.view(-1), group=group))
-    mine = received[:, : lengths[state.rank]].to(accumulator_dtype(sent.dtype))
-    total = mine[0].clone()
-    for rank in range(1, state.world_size):
-        total += mine[rank]
-    return total.to(sent.dtype).movedim(0, dim)
-
-
-def _collective(state: GroupState, name: str, run: Callable[[], T]) -> T:
-    state.check_usable()
-    try:
-        return run()
-    except RuntimeError as error:
-        state.break_off(error)
-        raise PeerError(
-            f"rank {state.rank}: {name} did not go through; a peer died, or did not come: look for its error. ({error})"
-        ) from error
+    return layout.whole_gradient(gather(x, group, state, lengths, dim), dim)

@@ -70,7 +70,7 @@ class P2P:
         the stream's, and the watchdog decides.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None = None) -> None:
         self._group = group
         self._timeout = timeout
 

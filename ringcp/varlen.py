@@ -8,11 +8,12 @@ from datetime import timedelta
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.attention import attend, degree_in, unknown_keyword
+from ringcp.attention import attend
 from ringcp.errors import ArgumentError
 from ringcp.groups import group_name_of
 from ringcp.layout import Layout
 from ringcp.mask import Documents, Mask
+from ringcp.options import Options, degree_in, unknown_keyword
 
 
 def attention_varlen(
@@ -27,6 +28,7 @@ def attention_varlen(
     seq_len: int | None = None,
     mode: str = "auto",
     ulysses_degree: int | None = None,
+    gather_memory: int | None = None,
     scale: float | None = None,
     kernel: str = "auto",
     sinks: Tensor | None = None,
@@ -43,7 +45,7 @@ def attention_varlen(
         q: (T_local, Hq, D), this rank's tokens of the packed row; k: (T_local, Hkv, D); v: (T_local, Hkv, Dv).
         cu_seqlens: (documents + 1,) cumulative lengths of the *whole* packed row, from 0 on; the same on every rank.
         mask: which positions of a document attend to which, such as ``Causal()``; None is all of them.
-        mesh, layout, seq_len, mode, ulysses_degree, scale, kernel, sinks, return_lse, agree, timeout: as in
+        mesh, layout, seq_len, mode, ulysses_degree, gather_memory, scale, kernel, sinks, return_lse, agree, timeout: as in
             `ringcp.attention`.
 
     Returns:
@@ -59,24 +61,21 @@ def attention_varlen(
         mask = documents if mask is None else documents & mask
     except ArgumentError as error:
         refusal = refusal or (type(error), str(error))
-    result = attend(
-        q,
-        k,
-        v,
-        group_name=group_name_of(mesh),
+    options = Options(
         mask=mask,
         layout=layout,
+        kv_layout=None,
         seq_len=seq_len,
         mode=mode,
         ulysses_degree=degree_in(mesh, ulysses_degree),
+        gather_memory=gather_memory,
         scale=scale,
         kernel=kernel,
         sinks=sinks,
-        return_lse=return_lse,
         agree=agree,
         timeout=timeout,
-        refusal=refusal,
     )
+    result = attend(q, k, v, options, group_name=group_name_of(mesh), return_lse=return_lse, refusal=refusal)
     if isinstance(result, tuple):
         out, lse = result
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)

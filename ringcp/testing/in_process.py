@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcp.attention import as_sdpa_casts
 from ringcp.checks import (
     check_layout,
     check_mask,
@@ -19,13 +18,14 @@ from ringcp.checks import (
     refuse_create_graph,
     scale_problem,
 )
-from ringcp.errors import ArgumentError, LayoutError
+from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
 from ringcp.executor import drive_all
 from ringcp.kernels.base import problem_of
 from ringcp.kernels.registry import choose
 from ringcp.layout import Layout, layout_named
 from ringcp.mask import Full, Mask
-from ringcp.modes import Mode, mode_of
+from ringcp.modes import mode_of
+from ringcp.options import as_sdpa_casts
 from ringcp.runs import Run, make_run
 from ringcp.schedule import Heads
 from ringcp.transport import InProcess
@@ -39,8 +39,10 @@ def in_process(
     world_size: int,
     mask: Mask | None = None,
     layout: Layout | str = "auto",
+    kv_layout: Layout | str | None = None,
     mode: str = "auto",
     ulysses_degree: int | None = None,
+    gather_memory: int | None = None,
     kernel: str = "auto",
     scale: float | None = None,
     return_lse: bool = False,
@@ -49,7 +51,7 @@ def in_process(
 
     Args:
         q: (B, Hq, S, D); k: (B, Hkv, S, D); v: (B, Hkv, S, Dv): the whole sequence, on a CPU or one GPU.
-        world_size, mask, layout, mode, ulysses_degree, kernel, scale, return_lse: as in `ringcp.attention`.
+        world_size, mask, layout, kv_layout, mode, ulysses_degree, gather_memory, kernel, scale, return_lse: as in `ringcp.attention`.
 
     Returns:
         out (B, Hq, S, Dv) in the order of the sequence, and with `return_lse` lse (B, Hq, S). Differentiable once.
@@ -60,59 +62,59 @@ def in_process(
     """
     check_mode(mode, ulysses_degree, world_size)
     q, k, v = as_sdpa_casts(q, k, v)
-    check_tensors(q, k, v)
-    check_layout(layout, world_size)
+    cross = kv_layout is not None
+    check_tensors(q, k, v, cross)
     wrong = mask_problem(mask) or scale_problem(scale)
     if wrong:
         raise ArgumentError(wrong)
-    seq_len = q.shape[2]
-    lay = layout_named(layout, seq_len, world_size) if isinstance(layout, str) else layout
-    if (lay.seq_len, lay.world_size) != (seq_len, world_size):
-        raise LayoutError(
-            f"layout: expected one for {seq_len} tokens on {world_size} ranks, got {lay!r}; make it with these numbers"
-        )
-    check_mask(Full() if mask is None else mask, q, lay)
     full = Full() if mask is None else mask
-    chosen = mode_of(
-        mode, ulysses_degree, Heads(q.shape[1], k.shape[1]), seq_len, world_size, world_size, full, q.device.type
-    )
-    out, lse = _InProcess.apply(q, k, v, lay, full, chosen, kernel, scale, return_lse)
+    q_layout = _sized("layout", layout, q.shape[2], world_size)
+    k_layout = _sized("kv_layout", kv_layout, k.shape[2], world_size) if kv_layout is not None else q_layout
+    check_mask(full, q, q_layout, cross)
+    heads = Heads(q.shape[1], k.shape[1])
+    chosen = mode_of(mode, ulysses_degree, heads, q.shape[2], world_size, world_size, full, q.device.type)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    factor = default_scale(q) if scale is None else scale
+    chosen_kernel = choose(kernel, problem_of(q, k, v, factor, full.needs_band, needs_grad, needs_grad and return_lse))
+
+    def runs() -> list[Run]:
+        transport = InProcess()
+        other = k_layout if cross else None
+        return [
+            make_run(chosen, q_layout, other, full, heads, rank, chosen_kernel, factor, transport.endpoint(rank), gather_memory)
+            for rank in range(world_size)
+        ]
+
+    out, lse = _InProcess.apply(q, k, v, q_layout, k_layout, runs)
     return (out, lse) if return_lse else out
 
 
+def _sized(argument: str, layout: Layout | str, seq_len: int, world_size: int) -> Layout:
+    check_layout(layout, world_size)
+    sized = layout_named(layout, seq_len, world_size) if isinstance(layout, str) else layout
+    if sized.replicated:
+        raise UnsupportedError(f"{argument}: expected one without replicated tokens, got {sized!r}; use ringcp.attention")
+    if (sized.seq_len, sized.world_size) != (seq_len, world_size):
+        raise LayoutError(
+            f"{argument}: expected one for {seq_len} tokens on {world_size} ranks, got {sized!r}; "
+            "make it with these numbers"
+        )
+    return sized
+
+
 class _InProcess(torch.autograd.Function):
+    """Every rank's run of `runs()`, on its shards of whole tensors."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: Layout,
-        mask: Mask,
-        mode: Mode,
-        kernel_name: str,
-        scale: float | None,
-        lse_grad: bool,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, kv_layout: Layout, runs: Callable[[], list[Run]]
     ) -> tuple[Tensor, Tensor]:
-        needs_grad = any(ctx.needs_input_grad)
-        factor = default_scale(q) if scale is None else scale
-        kernel = choose(kernel_name, problem_of(q, k, v, factor, mask.needs_band, needs_grad, needs_grad and lse_grad))
-
-        heads = Heads(q.shape[1], k.shape[1])
-
-        def run_all(start: Callable[..., Any], *tensors: Tensor | None) -> list[Any]:
-            transport = InProcess()
-            runs = []
-            for rank in range(layout.world_size):
-                run = make_run(mode, layout, mask, heads, rank, kernel, factor, transport.endpoint(rank))
-                runs.append(start(run, *(None if x is None else layout.shard(x, rank, 2) for x in tensors)))
-            with torch.autocast(q.device.type, enabled=False):
-                results = drive_all(runs)
-            return [layout.unshard(parts, 2) for parts in zip(*results, strict=True)]
-
-        out, lse = run_all(Run.forward, q, k, v)
+        of_q, of_kv = _Sharded(layout), _Sharded(kv_layout)
+        with torch.autocast(q.device.type, enabled=False):
+            each = [run.forward(*args) for run, *args in zip(runs(), of_q(q), of_kv(k), of_kv(v), strict=True)]
+            out, lse = (layout.unshard(parts, 2) for parts in zip(*drive_all(each), strict=True))
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.run_all = run_all
+        ctx.how = of_q, of_kv, runs
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -120,6 +122,20 @@ class _InProcess(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         refuse_create_graph("in_process")
         q, k, v, out, lse = ctx.saved_tensors
+        of_q, of_kv, runs = ctx.how
         dout = torch.zeros_like(out) if dout is None else dout
-        grads = ctx.run_all(Run.backward, dout, dlse, q, k, v, out, lse)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), *(None,) * 6
+        shards = of_q(dout), of_q(dlse), of_q(q), of_kv(k), of_kv(v), of_q(out), of_q(lse)
+        with torch.autocast(q.device.type, enabled=False):
+            results = drive_all([run.backward(*args) for run, *args in zip(runs(), *shards, strict=True)])
+        grads = zip(zip(*results, strict=True), (of_q, of_kv, of_kv), (q, k, v), strict=True)
+        return *(of.layout.unshard(parts, 2).to(x.dtype) for parts, of, x in grads), None, None, None
+
+
+class _Sharded:
+    """Cuts whole tensors (B, H, S, ...) by a layout, into one a rank; of None, gives None for each."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __call__(self, x: Tensor | None) -> list[Tensor | None]:
+        return [None if x is None else self.layout.shard(x, rank, 2) for rank in range(self.layout.world_size)]

@@ -1,0 +1,81 @@
+"""Joint attention: some tokens on every rank (text), the rest sharded (video), in queries, in keys, or in both.
+
+Made of calls on parts, which meet through the log-sum-exp. The sharded part runs in any mode; what it has to do with
+the replicated keys is local, and each rank computes the replicated queries on its own rows alone: their partial results
+of all ranks are gathered, n rows each, and every rank merges them in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringcp.layout import Layout
+from ringcp.opcall import NO_OPTIONS, call_op
+from ringcp.options import Options
+from ringcp.replicas import copies, of_all_ranks
+
+
+class _Part(NamedTuple):
+    """What attention to some of the keys gave: out (B, H, S, D) and lse (B, H, S)."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_name: str) -> _Part:
+    """out and lse of the local rows, without the sinks."""
+    kv_layout = options.layout if options.kv_layout is None else options.kv_layout
+    num_q, num_k = _replicated(options.layout), _replicated(kv_layout)
+    q_copy, k_copy, v_copy = q[:, :, :num_q], k[:, :, :num_k], v[:, :, :num_k]
+    q_copy, k_copy, v_copy = copies([q_copy, k_copy, v_copy], group_name)
+    q_rest, k_rest, v_rest = q[:, :, num_q:], k[:, :, num_k:], v[:, :, num_k:]
+    rest = options._replace(
+        layout=_rest(options.layout), kv_layout=None if options.kv_layout is None else _rest(options.kv_layout)
+    )
+    here = NO_OPTIONS._replace(
+        layout="contiguous", kv_layout="contiguous", scale=options.scale, kernel=options.kernel, agree="call"
+    )
+
+    # First the call that votes.
+    parts = [_Part(*call_op(q_rest, k_rest, v_rest, rest, group_name, needs_lse=True))]
+    if num_k:
+        parts.append(_Part(*call_op(q_rest, k_copy, v_copy, here, "", needs_lse=True)))
+    result = _merged(parts)
+    if num_q:
+        partial = call_op(q_copy, k_rest, v_rest, here, "", needs_lse=True)
+        assert isinstance(options.layout, Layout), "a name has no replicated tokens"
+        parts = [_Part(*pair) for pair in zip(*of_all_ranks(*partial, group_name, options.layout.world_size), strict=True)]
+        if num_k:
+            parts.insert(0, _Part(*call_op(q_copy, k_copy, v_copy, here, "", needs_lse=True)))
+        of_copies = _merged(parts)
+        result = _Part(*(torch.cat(pair, 2) for pair in zip(of_copies, result, strict=True)))
+    return result
+
+
+def _replicated(layout: Layout | str) -> int:
+    return layout.replicated if isinstance(layout, Layout) else 0
+
+
+def _rest(layout: Layout | str) -> Layout | str:
+    return layout.rest if isinstance(layout, Layout) else layout
+
+
+def _merged(parts: Sequence[_Part]) -> _Part:
+    """Attention to all keys from that to disjoint parts of them. Differentiable.
+
+    ``lse = logsumexp(lse_i)``, ``out = sum exp(lse_i - lse) out_i``. A row without keys has lse -inf and out 0.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([part.lse for part in parts])
+    # A finite stand-in for -inf: (-inf) - (-inf) has no value, and its gradient none either.
+    finite = lses.clamp_min(torch.finfo(lses.dtype).min / 2)
+    lse = finite.logsumexp(0)
+    weights = (finite - lse).exp().unsqueeze(-1)
+    out = sum(weight * part.out for weight, part in zip(weights, parts, strict=True))
+    assert isinstance(out, Tensor), "there are parts"
+    return _Part(out.to(parts[0].out.dtype), lse.masked_fill((lses == -torch.inf).all(0), -torch.inf))

@@ -1,0 +1,67 @@
+"""One call of the registered op, from options."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringcp.layout import Layout, unsized_spec
+from ringcp.mask import Full
+from ringcp.ops import attention_op
+from ringcp.options import Options, seconds_of
+
+_FULL = Full()
+
+NO_OPTIONS = Options(
+    mask=None,
+    layout="auto",
+    kv_layout=None,
+    seq_len=None,
+    mode="auto",
+    ulysses_degree=None,
+    gather_memory=None,
+    scale=None,
+    kernel="auto",
+    sinks=None,
+    agree=None,
+    timeout=None,
+)
+"""What is not said, said."""
+
+
+def call_op(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, group_name: str, needs_lse: bool, refused: str = ""
+) -> tuple[Tensor, Tensor]:
+    """out and lse of `ringcp::attention`, without the sinks.
+
+    needs_lse: whether a gradient may come through the lse. refused: why this rank cannot make the call.
+    """
+    assert options.agree is not None, "callers say when"
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    sinks, kv_layout = options.sinks, options.kv_layout
+    out, lse, _ = attention_op(
+        q,
+        k,
+        v,
+        _spec(options.layout),
+        None if kv_layout is None else _spec(kv_layout),
+        (_FULL if options.mask is None else options.mask).spec,
+        group_name,
+        options.mode,
+        options.ulysses_degree,
+        options.gather_memory,
+        options.kernel,
+        options.scale,
+        options.seq_len,
+        options.agree,
+        seconds_of(options.timeout),
+        needs_grad,
+        needs_grad and needs_lse,
+        f"sinks={None if sinks is None else sinks.dtype}",
+        refused,
+    )
+    return out, lse
+
+
+def _spec(layout: Layout | str) -> Tensor:
+    return unsized_spec(layout) if isinstance(layout, str) else layout.spec

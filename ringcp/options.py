@@ -1,0 +1,175 @@
+"""The options of an attention call, as its callers collect them, and what is wrong with them.
+
+Here is what an op cannot take, or would not see; what is about numbers, it checks itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringcp.checks import layout_problem, mask_problem, scale_problem, shown
+from ringcp.errors import ArgumentError, KeywordError, LayoutError, RingcpError, UnsupportedError
+from ringcp.layout import Layout
+from ringcp.mask import Mask
+
+# A longer wait than a month does not fit what the back ends count in.
+_MAX_SECONDS = 2_592_000
+
+
+class Options(NamedTuple):
+    """The keywords of `attention` that say what to compute and how."""
+
+    mask: Mask | None
+    layout: Layout | str
+    kv_layout: Layout | str | None
+    seq_len: int | None
+    mode: str
+    ulysses_degree: int | None
+    gather_memory: int | None
+    scale: float | None
+    kernel: str
+    sinks: Tensor | None
+    agree: str | None
+    timeout: float | timedelta | None
+
+    @property
+    def joint(self) -> bool:
+        """Whether some tokens are on every rank."""
+        return any(isinstance(lay, Layout) and lay.replicated > 0 for lay in (self.layout, self.kv_layout))
+
+    @property
+    def knows_length(self) -> bool:
+        """Whether it says how long the whole sequences are, so that no vote need find out."""
+        known = self.seq_len is not None or isinstance(self.layout, Layout)
+        return known and (self.kv_layout is None or isinstance(self.kv_layout, Layout))
+
+
+Refusal = tuple[type[RingcpError], str]
+"""Why a rank cannot make a call: the error, and its message."""
+
+
+def refusal_of(q: object, k: object, v: object, options: Options) -> Refusal | None:
+    """What the op cannot even take, or would not see."""
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(value, Tensor):
+            return ArgumentError, f"{name}: expected a tensor, got {type(value).__name__}; pass the local shard"
+        if hasattr(value, "to_local"):
+            return UnsupportedError, f"{name}: expected a local tensor, got a DTensor; pass {name}.to_local()"
+        if value.layout != torch.strided:
+            return UnsupportedError, f"{name}: expected a strided tensor, got layout {value.layout}; make it dense"
+        if value.device.type not in ("cpu", "cuda"):
+            return UnsupportedError, f"{name}: expected a CPU or CUDA tensor, got one on {value.device}; move it"
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+            return UnsupportedError, (
+                f"forward mode: ringcp.attention expected tensors without tangents, got a dual tensor as {name}; "
+                "use torch.autograd.grad or backward"
+            )
+    if torch._C._are_functorch_transforms_active():
+        return UnsupportedError, (
+            "torch.func: ringcp.attention expected torch.autograd alone, got a call under vmap, grad, vjp or jvp; "
+            "use torch.autograd.grad or backward, and pass the batch in dim 0"
+        )
+    seq_len, mode, degree, memory = options.seq_len, options.mode, options.ulysses_degree, options.gather_memory
+    wrong = (
+        mask_problem(options.mask)
+        or scale_problem(options.scale)
+        or option_problem(seq_len, mode, degree, memory, options.kernel, options.agree, options.timeout)
+        or _sinks_problem(q, options.sinks)
+    )
+    if wrong:
+        return ArgumentError, wrong
+    kv_layout = options.kv_layout
+    wrong = layout_problem(options.layout) or ("" if kv_layout is None else layout_problem(kv_layout, "kv_layout"))
+    return (LayoutError, wrong) if wrong else None
+
+
+def option_problem(
+    seq_len: object,
+    mode: object,
+    ulysses_degree: object,
+    gather_memory: object,
+    kernel: object,
+    agree: object,
+    timeout: object,
+) -> str:
+    """Which option is not even of the right type; empty if all are."""
+    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt))):
+        return f"seq_len: expected an integer or None, got {seq_len!r}; give the length of the whole sequence"
+    for name, what, number in (
+        ("ulysses_degree", "a number of ranks", ulysses_degree),
+        ("gather_memory", "a number of bytes", gather_memory),
+    ):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            return f"{name}: expected {what} of at least 1 or None, got {shown(number)}; give an int"
+    if timeout is not None:
+        seconds = seconds_of(timeout)
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < _MAX_SECONDS:
+            return (
+                f"timeout: expected seconds above 0 and below {_MAX_SECONDS}, a timedelta or None, got {timeout!r}; "
+                "give seconds"
+            )
+    for name, value in (("mode", mode), ("kernel", kernel), ("agree", "" if agree is None else agree)):
+        if not isinstance(value, str):
+            return f"{name}: expected a word, got {shown(value)}; help(ringcp.attention) lists the words"
+    return ""
+
+
+def degree_in(mesh: DeviceMesh, given: int | None) -> Any:
+    """How many ranks exchange heads, as a 2-D mesh says it, or else as given; a text if the two contradict."""
+    if mesh.ndim != 2 or given == mesh.size(1):
+        return given if mesh.ndim != 2 else mesh.size(1)
+    return mesh.size(1) if given is None else f"{shown(given)} (and mesh has {mesh.size(1)} ranks in its second dim)"
+
+
+def seconds_of(timeout: Any) -> Any:
+    """A timedelta in seconds, anything else as it is."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+
+
+def unknown_keyword(unknown: Mapping[str, object], function: str) -> Refusal | None:
+    """The refusal of the first keyword that a function does not have."""
+    for name, value in unknown.items():
+        fix = _ELSEWHERE.get(name, f"leave it out; help(ringcp.{function}) lists the arguments")
+        return KeywordError, f"{name}: expected an argument of ringcp.{function}, got {name}={shown(value)}; {fix}"
+    return None
+
+
+def _sinks_problem(q: Tensor, sinks: object) -> str:
+    if sinks is None or (isinstance(sinks, Tensor) and sinks.is_floating_point() and sinks.shape == q.shape[1:2]):
+        return ""
+    return (
+        f"sinks: expected a floating tensor of one logit for each query head, {tuple(q.shape[1:2])}, got "
+        f"{shown(sinks)}; pass sinks of shape (Hq,)"
+    )
+
+
+_ELSEWHERE = {
+    "is_causal": "pass mask=ringcp.Causal()",
+    "attn_mask": "pass mask= a ringcp mask: tensor masks are not supported",
+    "dropout_p": "leave it out: dropout is not supported",
+    "softcap": "leave it out: no kernel of ringcp takes it yet",
+    "alibi_slopes": "leave it out: no kernel of ringcp takes them yet",
+    "enable_gqa": "leave it out: the head counts say it",
+    "max_seqlen": "leave it out: cu_seqlens says it",
+    "group": "pass mesh= a DeviceMesh, such as DeviceMesh.from_group(group, device_type)",
+}
+
+
+def as_sdpa_casts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, the tensors as `F.scaled_dot_product_attention` would see them: all but fp64 are cast."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return cast(q), cast(k), cast(v)
