@@ -82,23 +82,23 @@ class Blocks:
             self._pack(self._slots[1], ((0, steps[0].num_rows),))
 
     def _new(self, num_rows: int) -> Tensor:
-        return self._k.new_empty(_block_size(self._k, self._v, num_rows))
+        return self._k.new_empty(block_size(self._k, self._v, num_rows))
 
     def _pack(self, buffer: Tensor, rows: tuple[Range, ...]) -> Tensor:
         num_rows = sum(stop - start for start, stop in rows)
-        k, v = _block_views(buffer, self._k, self._v, num_rows)
+        k, v = block_views(buffer, self._k, self._v, num_rows)
         at = 0
         for start, stop in rows:
             k[:, :, at : at + stop - start].copy_(self._k[:, :, start:stop])
             v[:, :, at : at + stop - start].copy_(self._v[:, :, start:stop])
             at += stop - start
-        return buffer[: _block_size(self._k, self._v, num_rows)]
+        return buffer[: block_size(self._k, self._v, num_rows)]
 
     def in_hand(self, i: int) -> tuple[Tensor, Tensor]:
         """k and v of step i."""
         if self._steps[i].own:
             return self._k, self._v
-        return _block_views(self._slots[(i - 1) % 2], self._k, self._v, self._steps[i].num_rows)
+        return block_views(self._slots[(i - 1) % 2], self._k, self._v, self._steps[i].num_rows)
 
     def outgoing(self, i: int, message: Message) -> Tensor:
         """What step i sends: rows of the own block, or the block in hand."""
@@ -110,11 +110,16 @@ class Blocks:
         """Where step i receives the block of the next step."""
         return self._first(self._slots[i % 2], message.num_rows)
 
+    def settle(self, i: int) -> None:
+        """What step i has received is where the next one reads it."""
+
     def _first(self, buffer: Tensor, num_rows: int) -> Tensor:
-        return buffer[: _block_size(self._k, self._v, num_rows)]
+        return buffer[: block_size(self._k, self._v, num_rows)]
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
+    """The gradients that one call has computed."""
+
     call: Call
     dk: Tensor
     dv: Tensor
@@ -125,12 +130,13 @@ class Sums:
 
     def __init__(self, steps: Sequence[PlanStep], k: Tensor, v: Tensor) -> None:
         self._k, self._v = k, v
+        self._steps = steps
         self._dtype = accumulator_dtype(k.dtype)
         messages = [m for step in steps for m in (*step.sends, *step.recvs) if m.what == "dkv"]
-        size = _block_size(k, v, max([m.num_rows for m in messages], default=0))
+        size = block_size(k, v, max([m.num_rows for m in messages], default=0))
         self._sum, self._spare = k.new_empty(size, dtype=self._dtype), k.new_empty(size, dtype=self._dtype)
-        self._held: list[_Held] = []
-        self._held_own: list[_Held] = []
+        self._held: list[Held] = []
+        self._held_own: list[Held] = []
         self._own: tuple[Tensor, Tensor] | None = None
 
     def own(self) -> tuple[Tensor, Tensor]:
@@ -140,25 +146,26 @@ class Sums:
                 _, dk, dv = self._held_own.pop()
                 self._own = dk.to(self._dtype), dv.to(self._dtype)
             else:
-                self._own = _empty_rows(self._k, self._dtype), _empty_rows(self._v, self._dtype)
-                self._add_held(self._held_own, *self._own, start=True)
-        self._add_held(self._held_own, *self._own, start=False)
+                self._own = empty_rows(self._k, self._dtype), empty_rows(self._v, self._dtype)
+                add_held(self._held_own, *self._own, start=True)
+        add_held(self._held_own, *self._own, start=False)
         return self._own
 
     def outgoing(self, i: int, message: Message) -> Tensor:
         """What step i sends: the sum over the block of the step before."""
-        return self._sum[: _block_size(self._k, self._v, message.num_rows)]
+        return self._sum[: block_size(self._k, self._v, message.num_rows)]
 
     def incoming(self, i: int, message: Message) -> Tensor:
         """Where step i receives a sum: over the block in hand, or over rows of the own one."""
-        return self._spare[: _block_size(self._k, self._v, message.num_rows)]
+        return self._spare[: block_size(self._k, self._v, message.num_rows)]
 
     def hold(self, call: Call, dk: Tensor, dv: Tensor) -> None:
         """Keep a call's result until the transfers of the step are done and the buffers are free."""
-        self._held.append(_Held(call, dk, dv))
+        self._held.append(Held(call, dk, dv))
 
-    def settle(self, step: PlanStep) -> None:
-        """Add what the step computed and received to where it belongs."""
+    def settle(self, i: int) -> None:
+        """Add what step i computed and received to where it belongs."""
+        step = self._steps[i]
         if step.own:  # results of the first and the last step are put together in one go, if nothing comes between
             self._held_own += self._held
             self._held.clear()
@@ -170,28 +177,11 @@ class Sums:
             passing = any(message.own_rows is None for message in received)
             if passing:
                 self._sum, self._spare = self._spare, self._sum
-            dk, dv = _block_views(self._sum, self._k, self._v, step.num_rows)
-            self._add_held(self._held, dk, dv, start=not passing)
-
-    def _add_held(self, results: list[_Held], dk: Tensor, dv: Tensor, start: bool) -> None:
-        gaps = _gaps(results, dk) if start else None
-        if start and gaps is None:
-            dk.zero_()
-            dv.zero_()
-        for total in (dk, dv):
-            for batch, heads, rows in gaps or ():
-                part(total, batch, heads, rows).zero_()
-        for call, dk_c, dv_c in results:
-            for total, value in ((dk, dk_c), (dv, dv_c)):
-                target = part(total, call.batch, call.kv_heads, call.k)
-                if gaps is None:
-                    target.add_(value)
-                else:
-                    target.copy_(value)
-        results.clear()
+            dk, dv = block_views(self._sum, self._k, self._v, step.num_rows)
+            add_held(self._held, dk, dv, start=not passing)
 
     def _add_to_own(self, rows: tuple[Range, ...], num_rows: int) -> None:
-        received = _block_views(self._spare, self._k, self._v, num_rows)
+        received = block_views(self._spare, self._k, self._v, num_rows)
         for total, value in zip(self.own(), received, strict=True):
             at = 0
             for start, stop in rows:
@@ -199,7 +189,26 @@ class Sums:
                 at += stop - start
 
 
-def _gaps(results: list[_Held], dk: Tensor) -> list[tuple[Range, Range, Range]] | None:
+def add_held(results: list[Held], dk: Tensor, dv: Tensor, start: bool) -> None:
+    """Add results to sums, which they `start`; and forget them."""
+    gaps = _gaps(results, dk) if start else None
+    if start and gaps is None:
+        dk.zero_()
+        dv.zero_()
+    for total in (dk, dv):
+        for batch, heads, rows in gaps or ():
+            part(total, batch, heads, rows).zero_()
+    for call, dk_c, dv_c in results:
+        for total, value in ((dk, dk_c), (dv, dv_c)):
+            target = part(total, call.batch, call.kv_heads, call.k)
+            if gaps is None:
+                target.add_(value)
+            else:
+                target.copy_(value)
+    results.clear()
+
+
+def _gaps(results: list[Held], dk: Tensor) -> list[tuple[Range, Range, Range]] | None:
     """The batch rows, heads and key rows where no result is; None if some results overlap."""
     ranges: dict[tuple[Range, Range], list[Range]] = {}
     for held in results:
@@ -225,21 +234,22 @@ def _meet(x: tuple[Range, Range], y: tuple[Range, Range]) -> bool:
     return all(a[0] < b[1] and b[0] < a[1] for a, b in zip(x, y, strict=True))
 
 
-def _empty_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def empty_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Like `x` (B, H, S, D), stored as (B, S, H, D)."""
     batch, heads, rows, last = x.shape
     return x.new_empty((batch, rows, heads, last), dtype=dtype).transpose(1, 2)
 
 
-def _block_size(k: Tensor, v: Tensor, num_rows: int) -> int:
+def block_size(k: Tensor, v: Tensor, num_rows: int) -> int:
+    """Elements of a block with so many rows of the heads of `k` and `v`."""
     batch, heads, _, head_dim = k.shape
     return batch * heads * num_rows * (head_dim + v.shape[-1])
 
 
-def _block_views(buffer: Tensor, k: Tensor, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def block_views(buffer: Tensor, k: Tensor, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """The keys (B, Hkv, rows, D) and values (B, Hkv, rows, Dv) of a block."""
     batch, heads, _, head_dim = k.shape
     split = batch * heads * num_rows * head_dim
     k_rows = buffer[:split].view(batch, num_rows, heads, head_dim)
-    v_rows = buffer[split : _block_size(k, v, num_rows)].view(batch, num_rows, heads, v.shape[-1])
+    v_rows = buffer[split : block_size(k, v, num_rows)].view(batch, num_rows, heads, v.shape[-1])
     return k_rows.transpose(1, 2), v_rows.transpose(1, 2)

@@ -237,18 +237,23 @@ class _Page:
 
     def cell(self, rank: int, step: int, middle: float) -> None:
         x, top, source = self.left(step), middle - _LANE / 2 + 0.05, self.traced.source(rank, step)
+        keys = self.traced.keys(rank, step)
         height = _LANE - 0.1
-        if source is None:
+        if not keys:
             self.box(x, top, self.panel, height, "#F6F6F6", edgecolor="#CCCCCC", linewidth=0.6)
         else:
             self.box(x, top, self.panel, height, "white", edgecolor=_colour(rank), linewidth=1)
-            self.box(x, top, self.panel, 0.18, _colour(source))
-            self.write(x + 0.06, top + 0.09, f"keys of rank {source}", color=_on(source), weight="bold")
+            fill, ink = (_FAINT, "white") if source is None else (_colour(source), _on(source))
+            self.box(x, top, self.panel, 0.18, fill)
+            self.write(x + 0.06, top + 0.09, f"keys of {keys}", color=ink, weight="bold")
         pairs = self.traced.pairs(rank, step)
         self.write(x + 0.06, top + 0.28, short(pairs, " pairs") if pairs else "nothing to compute", 7.5)
-        for t in self.traced.posted(rank, step):
-            size = short(t.num_rows * self.wire.row_bytes, "B")
-            self.write(x + 0.06, top + 0.43, f"→ {t.receiver}: {num_rows_text(t.num_rows)}, {size}", 7.5)
+        posted = self.traced.posted(rank, step)
+        if posted:
+            to = f"{posted[0].receiver}" if len(posted) == 1 else f"{len(posted)} ranks"
+            size = short(round(sum(t.num_rows * self.wire.row_bytes * t.share for t in posted)), "B")
+            rows = num_rows_text(sum(t.num_rows for t in posted))
+            self.write(x + 0.06, top + 0.43, f"→ {to}: {rows}, {size}", 7.5)
 
     def totals(self, rank: int, middle: float) -> None:
         traced = self.traced

@@ -10,25 +10,47 @@ Memory of a rank beside inputs and results, in elements (Nk rows in the largest 
 forward 2 Nk R for keys and values in the inputs' dtype, whatever the number of ranks, and B Hq S (Dv + 1) in the
 accumulator's dtype for out and lse; backward 2 Nk R for keys and values, 2 Nk R for travelling sums and Nk R for the
 own dK/dV in the accumulator's dtype, and B Hq S D for dq. A direct plan has one more block in which rows are packed.
+
+A gather plan holds Ng rows (all that the rank needs, at most the whole sequence) of the g KV heads of a group, with
+G = B * g * (D + Dv) a row: forward (Ng + Nin + Nout) G, for the block in hand, the Nin rows of it that come and the
+Nout own rows that go, where those that go to several ranks count once; backward the same again and (Ng + Nin + Nback) G
+in the accumulator's dtype, for the sum over the block, its parts that go and the Nback rows that come, one for each row
+and rank that has needed it, beside N R for the N own rows and dq. With a full mask Nback = Nin = Ng - N and Nout = N.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ringcp.buffers import Blocks, Rows, Sums, part
+from ringcp.gathered import GatheredBlocks, GatheredSums
 from ringcp.kernels.base import Kernel
 from ringcp.lower import Plan, PlanStep
 from ringcp.merge import merge_
 from ringcp.record import CallLog, label
 from ringcp.schedule import Message
+from ringcp.steps import Kind, owner_words
 from ringcp.transport import Delivery, Parcel, Pending, Transport
 
 Run = Generator[Pending, None, Any]
+
+
+class _Stores(NamedTuple):
+    """What holds the blocks of a plan, and the sums over them."""
+
+    blocks: type[Blocks | GatheredBlocks] = Blocks
+    sums: type[Sums | GatheredSums] = Sums
+
+
+_PASSED = _Stores()
+_STORES: Mapping[Kind, _Stores] = MappingProxyType(
+    {"local": _PASSED, "ring": _PASSED, "direct": _PASSED, "gather": _Stores(GatheredBlocks, GatheredSums)}
+)
 
 _WORDS = {"kv": "keys and values", "dkv": "gradients of keys and values"}
 
@@ -85,14 +107,14 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, Non
     """out in q's dtype and lse in the accumulator's, of the local queries against all keys."""
     steps, unstarted = job.plan.forward.steps, job.plan.forward.unstarted
     log = CallLog(job.call, "forward", q.device)
-    blocks = Blocks(steps, k, v)
+    blocks = _STORES[job.plan.schedule.kind].blocks(steps, k, v)
     out, lse = Rows(q, v.shape[-1]), Rows(q, None)
     out.start_with(0.0, unstarted)
     lse.start_with(-torch.inf, unstarted)
     for i, step in enumerate(steps):
         pending = _post(job, log, "forward", i, step, {"kv": blocks})
         k_block, v_block = blocks.in_hand(i)
-        with label(f"ringcp::fwd step {i} <- rank {step.source}"):
+        with label(f"ringcp::fwd step {i} <- {owner_words(step.source)}"):
             for call in step.calls:
                 out_c, lse_c = job.kernel.forward(
                     part(q, call.batch, call.q_heads, call.q),
@@ -109,6 +131,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, Non
         log.mark()
         yield from waited(pending, f"ringcp::fwd step {i} wait")
         log.mark()
+        blocks.settle(i)
     return out.total.to(q.dtype), lse.total
 
 
@@ -118,7 +141,8 @@ def backward(
     """dq, dk, dv of the local rows in the accumulator's dtype, from the forward's out and lse."""
     steps, unstarted = job.plan.backward.steps, job.plan.backward.unstarted
     log = CallLog(job.call, "backward", q.device)
-    blocks, sums = Blocks(steps, k, v), Sums(steps, k, v)
+    stores = _STORES[job.plan.schedule.kind]
+    blocks, sums = stores.blocks(steps, k, v), stores.sums(steps, k, v)
     # With +inf the probabilities of rows that attend to nothing are exactly zero.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     dq = Rows(q, q.shape[-1])
@@ -126,7 +150,7 @@ def backward(
     for i, step in enumerate(steps):
         pending = _post(job, log, "backward", i, step, {"kv": blocks, "dkv": sums})
         k_block, v_block = blocks.in_hand(i)
-        with label(f"ringcp::bwd step {i} <- rank {step.source}"):
+        with label(f"ringcp::bwd step {i} <- {owner_words(step.source)}"):
             for call in step.calls:
                 on_q, on_k = (call.batch, call.q_heads, call.q), (call.batch, call.kv_heads, call.k)
                 dq_c, dk_c, dv_c = job.kernel.backward(
@@ -148,12 +172,19 @@ def backward(
         log.mark()
         yield from waited(pending, f"ringcp::bwd step {i} wait")
         log.mark()
-        sums.settle(step)
+        blocks.settle(i)
+        sums.settle(i)
     return dq.total, *sums.own()
 
 
+class _Store(Protocol):
+    def outgoing(self, i: int, message: Message) -> Tensor: ...
+
+    def incoming(self, i: int, message: Message) -> Tensor: ...
+
+
 def _post(
-    job: Job, log: CallLog, direction: str, i: int, step: PlanStep, stores: Mapping[str, Blocks | Sums]
+    job: Job, log: CallLog, direction: str, i: int, step: PlanStep, stores: Mapping[str, _Store]
 ) -> Pending | None:
     """Post a step's transfers, in the plan's order."""
 

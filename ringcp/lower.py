@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 
 from ringcp.band import Band, Range, crop, merge_all
 from ringcp.errors import UnsupportedError
-from ringcp.layout import Layout
 from ringcp.mask import Pieces
+from ringcp.needs import Placing
 from ringcp.schedule import Heads, Message, Schedule, Step, Tile, build
 from ringcp.topology import Topology
 
@@ -84,12 +84,14 @@ class PlanStep:
     own: whether the block in hand is the rank's own.
     """
 
-    source: int
+    source: int | None
     own: bool
     num_rows: int
     calls: tuple[Call, ...]
     sends: tuple[Message, ...]
     recvs: tuple[Message, ...]
+    kept: tuple[Message, ...] = ()
+    kv_heads: Range | None = None
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,19 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def plan(layout: Layout, mask: Pieces, topology: Topology, rank: int, heads: Heads, caps: Caps) -> Plan:
+def plan(
+    layout: Placing,
+    mask: Pieces,
+    topology: Topology,
+    rank: int,
+    heads: Heads,
+    caps: Caps,
+    *,
+    gather: int | None = None,
+    kv_layout: Placing | None = None,
+) -> Plan:
     """The plan of one rank: its schedule, lowered. Memoised, since it is made once a batch and used once a layer."""
-    return lower(build(layout, mask, topology, rank, heads), caps)
+    return lower(build(layout, mask, topology, rank, heads, gather=gather, kv_layout=kv_layout), caps)
 
 
 def lower(schedule: Schedule, caps: Caps) -> Plan:
@@ -138,7 +150,8 @@ def _lowered(schedule: Schedule, steps: tuple[Step, ...], caps: Caps) -> Pass:
             for part in _cut(band, caps)
         )
         own = step.source == schedule.rank
-        lowered.append(PlanStep(step.source, own, step.num_rows, calls, step.sends, step.recvs))
+        moves = step.sends, step.recvs, step.kept
+        lowered.append(PlanStep(step.source, own, step.num_rows, calls, *moves, step.kv_heads))
     return Pass(tuple(lowered), written.unstarted())
 
 

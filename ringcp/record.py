@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from ringcp.ambient import ambience, ambient
+from ringcp.steps import owner_words
 
 
 @dataclass
 class StepRecord:
     """One step of one call. Times are seconds; on CUDA they are the stream's, read when first asked for.
 
+    source: the owner of the block in hand; None if it is gathered from all ranks.
     tiles: kernel launches.
     bytes_sent, bytes_received: what the transfers posted in this step move.
     """
@@ -24,7 +26,7 @@ class StepRecord:
     call: int
     direction: str
     step: int
-    source: int
+    source: int | None
     tiles: int
     bytes_sent: int
     bytes_received: int
@@ -77,7 +79,7 @@ class Recorder:
         head = ("call", "direction", "step", "block of", "tiles", "sent MB", "received MB", "compute ms", "wait ms")
         rows = [
             (
-                str(s.call), s.direction, str(s.step), f"rank {s.source}", str(s.tiles),
+                str(s.call), s.direction, str(s.step), owner_words(s.source), str(s.tiles),
                 f"{s.bytes_sent / 1e6:.3f}", f"{s.bytes_received / 1e6:.3f}",
                 f"{s.compute_s * 1e3:.3f}", f"{s.wait_s * 1e3:.3f}",
             )
@@ -116,7 +118,7 @@ class CallLog:
         self._direction = direction
         self._on_cuda = device.type == "cuda"
 
-    def step(self, step: int, source: int, tiles: int, bytes_sent: int, bytes_received: int) -> None:
+    def step(self, step: int, source: int | None, tiles: int, bytes_sent: int, bytes_received: int) -> None:
         """A step begins: its transfers have been posted."""
         if self._recorder is not None:
             record = StepRecord(self._call, self._direction, step, source, tiles, bytes_sent, bytes_received)

@@ -9,7 +9,8 @@ import pytest
 
 import ringcp
 
-PURE = ["errors", "band", "layout", "mask", "mask_nodes", "balance", "topology", "schedule", "lower", "traces", "draw"]
+PURE = ["errors", "band", "layout", "mask", "mask_nodes", "balance", "topology", "steps", "needs", "gather_schedule",
+        "schedule", "lower", "traces", "draw"]  # fmt: skip
 
 
 def mentions_distributed(source: str) -> list[int]:
