@@ -9,7 +9,8 @@ import pytest
 
 import ringcp
 
-PURE = ["errors", "band", "layout", "mask", "mask_nodes", "balance", "topology", "schedule", "lower", "traces", "draw"]
+PURE = ["errors", "band", "layout", "mask", "mask_nodes", "balance", "topology", "modes"]
+PURE += ["schedule", "lower", "traces", "draw", "rotate"]
 
 
 def mentions_distributed(source: str) -> list[int]:
