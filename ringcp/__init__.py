@@ -16,10 +16,12 @@ from ringcp.errors import (
     RingcpError,
     UnsupportedError,
 )
+from ringcp.explain import explain
 from ringcp.interception import local_attention
 from ringcp.layout import Contiguous, HeadTail, Layout, Striped
 from ringcp.mask import Causal, Chunked, Documents, Full, Mask, Padding, Prefix, Window
 from ringcp.record import record
+from ringcp.rotate import set_rotate_method
 from ringcp.sharding import all_gather, make_layout, shard, unshard
 from ringcp.varlen import attention_varlen
 
@@ -55,9 +57,11 @@ __all__ = [
     "context_parallel",
     "context_parallel_unshard",
     "current_context",
+    "explain",
     "local_attention",
     "make_layout",
     "record",
+    "set_rotate_method",
     "shard",
     "unshard",
 ]

@@ -12,8 +12,8 @@ from torch import Tensor
 from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
 from ringcp.layout import LAYOUT_NAMES, UNSIZED, Layout, layout_named_by
 from ringcp.mask import Mask, uncalled
+from ringcp.modes import MODES
 
-MODES = ("auto", "ring", "gather", "ulysses", "usp")
 AGREE = ("call", "context")
 
 
@@ -88,7 +88,7 @@ def check_mode(mode: str, degree: int | None, world_size: int) -> None:
         UnsupportedError: for an unknown mode.
         ArgumentError: for a degree that does not fit the mode or the ranks.
     """
-    _check_word("mode", mode, MODES)
+    _check_word("mode", mode, ("auto", *MODES))
     given = f"ulysses_degree={degree} (the size of the second dim of a 2-D mesh) on {world_size} ranks"
     if degree is None:
         if mode == "usp":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from ringcp.band import Range
 from ringcp.executor import Job, num_bytes, tag_of, waited
 from ringcp.grouped import Placed
 from ringcp.merge import accumulator_dtype
-from ringcp.modes import Share
+from ringcp.modes import Share, replicates
 from ringcp.record import CallLog
 from ringcp.schedule import Heads
 from ringcp.transport import Parcel, Pending, Transport
@@ -56,12 +55,6 @@ class Exchange:
     @property
     def others(self) -> list[int]:
         return [place for place in range(len(self.shares)) if place != self.place]
-
-    @property
-    def replicates(self) -> bool:
-        """Whether some KV head goes to several ranks."""
-        held = [share.kv for share in self.shares if share.kv[0] < share.kv[1]]
-        return any(before[1] > after[0] for before, after in pairwise(held))
 
 
 class _Field(NamedTuple):
@@ -120,7 +113,7 @@ def backward(
         grads = yield from executor.backward(job, dout, dlse, q_heads, k_heads, v_heads, out, lse)
     else:
         grads = q_heads, k_heads, v_heads
-    wide = accumulator_dtype(k.dtype) if exchange.replicates else k.dtype
+    wide = accumulator_dtype(k.dtype) if replicates(exchange.shares) else k.dtype
     dq, dk, dv = grads
     results = _Field(dq, "q", q.dtype), _Field(dk, "kv", wide), _Field(dv, "kv", wide)
     dq, dk, dv = yield from _to_rows(job, exchange, "backward", results, Heads(q.shape[1], k.shape[1]))
@@ -173,7 +166,7 @@ def _to_rows(
     coming = {place: _box(exchange, fields, heads_of=place, rows_of=me) for place in exchange.others}
     local = [_new(field, getattr(num_heads, field.of), field.num_rows(exchange, me)) for field in fields]
     # Nothing is added to what one rank alone computes: its own part goes where it belongs.
-    summed = [field.of == "kv" and exchange.replicates for field in fields]
+    summed = [field.of == "kv" and replicates(exchange.shares) for field in fields]
     own = [
         _new(field, _length(field.heads(exchange, me)), field.num_rows(exchange, me))
         if adds

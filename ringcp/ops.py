@@ -36,7 +36,7 @@ from ringcp.kernels.registry import choose, kernel_at, kernel_index
 from ringcp.layout import UNSIZED, Layout, decode_layout
 from ringcp.mask import Mask, decode_mask
 from ringcp.merge import accumulator_dtype
-from ringcp.modes import MODE_NAMES, Mode, mode_of
+from ringcp.modes import MODES, Choice, resolve_mode
 from ringcp.runs import make_run
 from ringcp.schedule import Heads
 from ringcp.spec import host_int64
@@ -133,10 +133,10 @@ def attention_op(
         fingerprint = signature(words)
         heads = Heads(q.shape[1], k.shape[1])
         around = state.world_size, state.ranks_per_node
-        used = mode_of(mode, ulysses_degree, heads, layout.seq_len, *around, mask, q.device.type)
+        used = resolve_mode(mode, ulysses_degree, heads, layout.seq_len, *around, mask, q.device.type)
         lens = layout.seq_len, (kv_layout or layout).seq_len
-        code = MODE_NAMES.index(used.name)
-        facts = host_int64([*lens, call, kernel_index(chosen.name), fingerprint, code, used.degree])
+        code = MODES.index(used.mode)
+        facts = host_int64([*lens, call, kernel_index(chosen.name), fingerprint, code, used.ulysses_degree])
         if 0 in (q.shape[0], q.shape[1]):
             return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), facts
         with running(state, group, q):
@@ -180,7 +180,7 @@ def attention_backward_op(
     layout = _sized(layout_spec, seq_len, [], state)
     kv_layout = None if kv_layout_spec is None else _sized(kv_layout_spec, kv_len, [], state)
     factor = default_scale(q) if scale is None else scale
-    used, heads, mask = Mode(MODE_NAMES[mode], degree), Heads(q.shape[1], k.shape[1]), _decoded_mask(mask_spec)
+    used, heads, mask = Choice(MODES[mode], degree, ""), Heads(q.shape[1], k.shape[1]), _decoded_mask(mask_spec)
     transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
     run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, transport, call, fingerprint)
     with running(state, group, q):

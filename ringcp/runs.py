@@ -27,7 +27,7 @@ from ringcp.kernels.base import Kernel
 from ringcp.layout import Layout
 from ringcp.lower import plan
 from ringcp.mask import Mask
-from ringcp.modes import Mode, head_shares
+from ringcp.modes import Choice, head_shares
 from ringcp.schedule import Heads
 from ringcp.topology import ring
 from ringcp.transport import Among, Pending, Transport
@@ -58,7 +58,7 @@ class Run:
 
 
 def make_run(
-    mode: Mode,
+    mode: Choice,
     layout: Layout,
     kv_layout: Layout | None,
     mask: Mask,
@@ -75,7 +75,8 @@ def make_run(
 
     layout, kv_layout: of all ranks; None is the same one. heads: of q and of k and v, as they are given.
     """
-    degree = mode.degree
+    degree = mode.ulysses_degree
+    gather = mode.mode == "gather"
     if degree == 1:
         steps = plan(layout, mask, _ring(layout.world_size), rank, heads, kernel.caps, kv_layout=kv_layout)
         return Run(Job(steps, kernel, scale, transport, call, fingerprint), None)

@@ -9,8 +9,8 @@ import pytest
 
 import ringcp
 
-PURE = ["errors", "band", "layout", "mask", "mask_nodes", "balance", "topology", "steps", "needs", "gather_schedule",
-        "schedule", "lower", "traces", "draw"]  # fmt: skip
+PURE = ["errors", "band", "layout", "mask", "mask_nodes", "balance", "topology", "grouped", "modes", "steps", "needs",
+        "gather_schedule", "schedule", "lower", "traces", "draw", "rotate"]  # fmt: skip
 
 
 def mentions_distributed(source: str) -> list[int]:

@@ -24,7 +24,7 @@ from ringcp.kernels.base import problem_of
 from ringcp.kernels.registry import choose
 from ringcp.layout import Layout, layout_named
 from ringcp.mask import Full, Mask
-from ringcp.modes import mode_of
+from ringcp.modes import resolve_mode
 from ringcp.options import as_sdpa_casts
 from ringcp.runs import Run, make_run
 from ringcp.schedule import Heads
@@ -72,7 +72,7 @@ def in_process(
     k_layout = _sized("kv_layout", kv_layout, k.shape[2], world_size) if kv_layout is not None else q_layout
     check_mask(full, q, q_layout, cross)
     heads = Heads(q.shape[1], k.shape[1])
-    chosen = mode_of(mode, ulysses_degree, heads, q.shape[2], world_size, world_size, full, q.device.type)
+    chosen = resolve_mode(mode, ulysses_degree, heads, q.shape[2], world_size, world_size, full, q.device.type)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     factor = default_scale(q) if scale is None else scale
     chosen_kernel = choose(kernel, problem_of(q, k, v, factor, full.needs_band, needs_grad, needs_grad and return_lse))
