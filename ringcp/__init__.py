@@ -18,7 +18,7 @@ from ringcp.errors import (
 )
 from ringcp.explain import explain
 from ringcp.interception import local_attention
-from ringcp.layout import Contiguous, HeadTail, Layout, Striped
+from ringcp.layout import Contiguous, HeadTail, Joint, Layout, Striped
 from ringcp.mask import Causal, Chunked, Documents, Full, Mask, Padding, Prefix, Window
 from ringcp.record import record
 from ringcp.rotate import set_rotate_method
@@ -40,6 +40,7 @@ __all__ = [
     "Documents",
     "Full",
     "HeadTail",
+    "Joint",
     "KeywordError",
     "Layout",
     "LayoutError",

@@ -50,7 +50,8 @@ def attention(
 
     Args:
         q: (B, Hq, S_local, D), fp32, fp64, bf16 or fp16, any strides.
-        k: (B, Hkv, S_local, D), or this rank's rows in `kv_layout`; Hkv divides Hq, and query head h uses head ``h // (Hq // Hkv)``, never repeated.
+        k: (B, Hkv, S_local, D), or this rank's rows in `kv_layout`; Hkv divides Hq, and query head h uses head
+            ``h // (Hq // Hkv)``, never repeated.
         v: (B, Hkv, S_local, Dv), as k.
         mesh: the `DeviceMesh` over which the sequence is split, such as ``mesh["cp"]`` of a larger one; or a 2-D one,
             ``mesh["cp", "sp"]``, whose second dim exchanges heads. Ranks are counted along the last dim first.
@@ -60,7 +61,8 @@ def attention(
             on this mesh raises.
         kv_layout: of keys and values that are another sequence than the queries (cross-attention); None is `layout`.
             Both count their positions from 0.
-        seq_len: length of the whole sequence of queries, if the layout does not say it; the local length is checked against it.
+        seq_len: length of the whole sequence of queries, if the layout does not say it; the local length is checked
+            against it.
         mode: how queries meet keys; all modes take the same shards and compute the same. "ring": keys and values pass
             from rank to rank, or straight to where a mask needs them. "gather": all that are needed are gathered, some
             heads at a time. "ulysses": tokens are exchanged for heads, each rank computes some heads; the same bits as

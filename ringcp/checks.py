@@ -53,8 +53,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, cross: bool) -> None:
         )
     if k.shape[2] != v.shape[2] or not (cross or q.shape[2] == k.shape[2]):
         raise LayoutError(
-            f"q, k, v: expected equal local lengths in dim 2, got {shapes}; shard all three with one layout, or say that "
-            "of k and v, which are another sequence, as kv_layout= (a KV cache is not supported)"
+            f"q, k, v: expected equal local lengths in dim 2, got {shapes}; shard all three with one layout, or pass "
+            "that of k and v, which are another sequence, as kv_layout= (a KV cache is not supported)"
         )
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
@@ -199,7 +199,7 @@ def layout_problem(layout: object, argument: str = "layout") -> str:
     names = ", ".join(LAYOUT_NAMES)
     if layout == "balanced":
         return (
-            f"{argument}: expected a Layout or one of {names}, got 'balanced', which needs the mask to balance by; pass "
+            f"{argument}: expected a Layout or one of {names}, got 'balanced', which needs a mask to balance by; pass "
             f"{argument}=ringcp.Balanced(seq_len, mesh.size(), mask)"
         )
     return f"{argument}: expected a Layout or one of {names}, got {shown(layout)}; choose one of these"

@@ -114,7 +114,9 @@ def context_parallel(
         if mask is None:
             _check_no_documents(given)
         seconds = seconds_of(timeout)
-        context = make_context(mesh, group.group_name, state.rank, layout, mask, mode, degree, gather_memory, kernel, agree, timeout)
+        context = make_context(
+            mesh, group.group_name, state.rank, layout, mask, mode, degree, gather_memory, kernel, agree, timeout
+        )
         held = [Buffer(*each, layout, group, state, seconds) for each in given] if isinstance(layout, Layout) else []
         words = "; ".join(
             [

@@ -14,7 +14,7 @@ from ringcp.balance import choose_layout
 from ringcp.band import union
 from ringcp.checks import mask_problem, shown
 from ringcp.errors import ArgumentError
-from ringcp.layout import chunks
+from ringcp.grouped import grouped
 from ringcp.mask import Full, Mask
 from ringcp.modes import (
     Choice,
@@ -107,8 +107,8 @@ def explain(
 ) -> Explanation:
     """Which mode ``mode="auto"`` takes for an attention call, and why; printed and returned. Nothing is sent.
 
-    The bytes are those of the layout that suits the mask (see `make_layout`; in an exchange, of its ring ranks, each
-    cut in even slices), exact for every mask and length. `ringcp.modes.choose_mode` has the rule.
+    The bytes are those of the layout that suits the mask (see `make_layout`), exact for every mask and length.
+    `ringcp.modes.choose_mode` has the rule.
 
     Args:
         q_heads, kv_heads: query heads, and key and value heads.
@@ -269,11 +269,12 @@ def _degrees(choice: Choice, ranks: _Ranks) -> dict[Mode, int]:
 
 
 def _sent(mode: Mode, degree: int, mask: Mask, seq_len: int, world_size: int, weight: Weight) -> Traffic:
-    layout = choose_layout(mask, seq_len, world_size // degree)
-    schedules = [build(layout, mask, ring(layout.world_size), rank) for rank in range(layout.world_size)]
-    rows = gathered([_needed(s) for s in schedules]) if mode == "gather" else tuple(map(_planned, schedules))
-    lengths = [span.length for s in schedules for span in chunks(s.num_rows, degree)]
-    return most(usp_bytes(lengths, degree, rows, weight))  # the others are its extremes
+    layout = choose_layout(mask, seq_len, world_size)
+    rows = grouped(layout, degree)
+    schedules = [build(rows, mask, ring(rows.world_size), rank) for rank in range(rows.world_size)]
+    moved = gathered([_needed(s) for s in schedules]) if mode == "gather" else tuple(map(_planned, schedules))
+    lengths = [layout.local_len(rank) for rank in range(world_size)]
+    return most(usp_bytes(lengths, degree, moved, weight))  # the others are its extremes
 
 
 def _planned(schedule: Schedule) -> Rows:
@@ -284,7 +285,7 @@ def _needed(schedule: Schedule) -> Sequence[int]:
     """Of each rank, the rows that this one's queries attend to; of itself none."""
     needed = [0] * schedule.world_size
     for step in schedule.forward:
-        if step.source != schedule.rank:
+        if step.source is not None and step.source != schedule.rank:
             needed[step.source] = sum(b - a for a, b in union(tile.band.k for tile in step.tiles))
     return needed
 

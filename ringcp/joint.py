@@ -48,7 +48,9 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_nam
     if num_q:
         partial = call_op(q_copy, k_rest, v_rest, here, "", needs_lse=True)
         assert isinstance(options.layout, Layout), "a name has no replicated tokens"
-        parts = [_Part(*pair) for pair in zip(*of_all_ranks(*partial, group_name, options.layout.world_size), strict=True)]
+        parts = [
+            _Part(*pair) for pair in zip(*of_all_ranks(*partial, group_name, options.layout.world_size), strict=True)
+        ]
         if num_k:
             parts.insert(0, _Part(*call_op(q_copy, k_copy, v_copy, here, "", needs_lse=True)))
         of_copies = _merged(parts)

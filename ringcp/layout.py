@@ -289,8 +289,10 @@ class _Joint(Layout):
         dim %= parts[0].ndim
         whole = self.unshard(parts, dim)
         wide = torch.promote_types(whole.dtype, torch.float32)
-        copies = sum(part.narrow(dim, 0, self._num).to(wide) for part in parts)
-        whole.narrow(dim, 0, self._num).copy_(copies)
+        total = parts[0].narrow(dim, 0, self._num).to(wide, copy=True)
+        for part in parts[1:]:
+            total += part.narrow(dim, 0, self._num)
+        whole.narrow(dim, 0, self._num).copy_(total)
         return whole
 
     @cached_property

@@ -194,18 +194,19 @@ class Choice:
 def resolve_mode(
     mode: str,
     ulysses_degree: int | None,
-    heads: tuple[int, int],
+    q_heads: int,
+    kv_heads: int,
     seq_len: int,
     world_size: int,
     ranks_per_node: int,
     mask: Mask | None,
     device_type: str,
 ) -> Choice:
-    """What a checked `mode` and `ulysses_degree` mean for a call with these query and key heads."""
+    """What a checked `mode` and `ulysses_degree` mean for a call."""
     if mode == "auto":
         return choose_mode(
-            q_heads=heads[0],
-            kv_heads=heads[1],
+            q_heads=q_heads,
+            kv_heads=kv_heads,
             seq_len=seq_len,
             world_size=world_size,
             ranks_per_node=ranks_per_node,

@@ -37,7 +37,7 @@ from ringcp.layout import UNSIZED, Layout, decode_layout
 from ringcp.mask import Mask, decode_mask
 from ringcp.merge import accumulator_dtype
 from ringcp.modes import MODES, Choice, resolve_mode
-from ringcp.runs import make_run
+from ringcp.runs import gather_of, make_run
 from ringcp.schedule import Heads
 from ringcp.spec import host_int64
 from ringcp.transport import P2P, warm_up
@@ -107,7 +107,8 @@ def attention_op(
             f"call=attention; q={_facts(q)}; k={_facts(k)}; v={_facts(v)}; layout={_layout_text(layout_spec)}; "
             f"kv_layout={None if kv_layout_spec is None else _layout_text(kv_layout_spec)}; "
             f"mask={mask}; mode={mode}; ulysses_degree={ulysses_degree}; gather_memory={gather_memory}; "
-            f"ranks a node={state.ranks_per_node}; kernel={chosen.name}; scale={scale}; seq_len={seq_len}; agree={agree_when}; "
+            f"ranks a node={state.ranks_per_node}; kernel={chosen.name}; scale={scale}; seq_len={seq_len}; "
+            f"agree={agree_when}; "
             f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; {also}; "
             f"plan={PLAN_VERSION}"
         )  # fmt: skip
@@ -133,7 +134,7 @@ def attention_op(
         fingerprint = signature(words)
         heads = Heads(q.shape[1], k.shape[1])
         around = state.world_size, state.ranks_per_node
-        used = resolve_mode(mode, ulysses_degree, heads, layout.seq_len, *around, mask, q.device.type)
+        used = resolve_mode(mode, ulysses_degree, heads.q, heads.kv, layout.seq_len, *around, mask, q.device.type)
         lens = layout.seq_len, (kv_layout or layout).seq_len
         code = MODES.index(used.mode)
         facts = host_int64([*lens, call, kernel_index(chosen.name), fingerprint, code, used.ulysses_degree])
@@ -141,9 +142,9 @@ def attention_op(
             return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), facts
         with running(state, group, q):
             transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
-            run = make_run(
-                used, layout, kv_layout, mask, heads, state.rank, chosen, factor, transport, call, fingerprint
-            )
+            gather = gather_of(k, v, lens[1], gather_memory)
+            tail = transport, gather, call, fingerprint
+            run = make_run(used, layout, kv_layout, mask, heads, state.rank, chosen, factor, *tail)
             out, lse = drive(run.forward(q, k, v))
         return _stored(out, q.dtype), lse.contiguous(), facts
 
@@ -167,6 +168,7 @@ def attention_backward_op(
     mask_spec: Tensor,
     facts: Tensor,
     group_name: str,
+    gather_memory: int | None,
     scale: float | None,
     timeout: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,7 +184,8 @@ def attention_backward_op(
     factor = default_scale(q) if scale is None else scale
     used, heads, mask = Choice(MODES[mode], degree, ""), Heads(q.shape[1], k.shape[1]), _decoded_mask(mask_spec)
     transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
-    run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, transport, call, fingerprint)
+    tail = transport, gather_of(k, v, kv_len, gather_memory), call, fingerprint
+    run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, *tail)
     with running(state, group, q):
         grads = drive(run.backward(dout, dlse, q, k, v, out, lse))
     return tuple(_stored(grad, x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
@@ -195,11 +198,11 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: An
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, layout_spec, kv_layout_spec, mask_spec, group_name, *_ = inputs
-    scale, timeout = inputs[11], inputs[14]
+    memory, scale, timeout = inputs[9], inputs[11], inputs[14]
     out, lse, facts = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, layout_spec, kv_layout_spec, mask_spec, facts)
-    ctx.options = (group_name, scale, timeout)
+    ctx.options = (group_name, memory, scale, timeout)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:

@@ -141,7 +141,7 @@ def unknown_keyword(unknown: Mapping[str, object], function: str) -> Refusal | N
     return None
 
 
-def _sinks_problem(q: Tensor, sinks: object) -> str:
+def _sinks_problem(q: Any, sinks: object) -> str:
     if sinks is None or (isinstance(sinks, Tensor) and sinks.is_floating_point() and sinks.shape == q.shape[1:2]):
         return ""
     return (

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +34,8 @@ from ringcp.topology import ring
 from ringcp.transport import Among, Pending, Transport
 
 _ring = lru_cache(maxsize=64)(ring)
+
+_GATHER_MEMORY = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,28 @@ class Run:
         return exchanged.backward(self.job, self.exchange, dout, dlse, q, k, v, out, lse)
 
 
+class Gather(NamedTuple):
+    """What a gather may take.
+
+    memory: bytes for keys and values in hand, or None. head_bytes: of one KV head of the whole sequence.
+    """
+
+    memory: int | None
+    head_bytes: int
+
+    def heads_at_a_time(self, kv_heads: int) -> int:
+        """As many as there is memory for, at least one; without a word on memory at most half of them, so that there is
+        something to compute while the others come.
+        """
+        fit = (self.memory or _GATHER_MEMORY) // max(1, self.head_bytes)
+        return max(1, min(fit, kv_heads if self.memory else -(-kv_heads // 2)))
+
+
+def gather_of(k: Tensor, v: Tensor, seq_len: int, memory: int | None) -> Gather:
+    """For these local keys and values of a sequence of `seq_len` tokens."""
+    return Gather(memory, k.shape[0] * seq_len * (k.shape[3] + v.shape[3]) * k.itemsize)
+
+
 def make_run(
     mode: Choice,
     layout: Layout,
@@ -67,7 +92,7 @@ def make_run(
     kernel: Kernel,
     scale: float,
     transport: Transport,
-    gather_memory: int | None,
+    gather: Gather,
     call: int = 0,
     fingerprint: int = 0,
 ) -> Run:
@@ -76,9 +101,11 @@ def make_run(
     layout, kv_layout: of all ranks; None is the same one. heads: of q and of k and v, as they are given.
     """
     degree = mode.ulysses_degree
-    gather = mode.mode == "gather"
+    gathering = mode.mode == "gather"
     if degree == 1:
-        steps = plan(layout, mask, _ring(layout.world_size), rank, heads, kernel.caps, kv_layout=kv_layout)
+        at_a_time = gather.heads_at_a_time(heads.kv) if gathering else None
+        wiring = _ring(layout.world_size)
+        steps = plan(layout, mask, wiring, rank, heads, kernel.caps, gather=at_a_time, kv_layout=kv_layout)
         return Run(Job(steps, kernel, scale, transport, call, fingerprint), None)
     grid = Grid(layout.world_size, degree)
     rows = grouped(layout, degree)
@@ -86,8 +113,12 @@ def make_run(
     ring_rank, place = grid.ring_rank(rank), grid.place(rank)
     shares = head_shares(heads.q, heads.kv, degree)
     (q0, q1), (kv0, kv1) = shares[place]
-    own = Heads(q1 - q0, kv1 - kv0) if q0 < q1 else Heads(1, 1)  # without heads, nothing runs
-    steps = plan(rows, mask, _ring(rows.world_size), ring_rank, own, kernel.caps, kv_layout=kv_rows)
+    group = heads.q // heads.kv
+    # A rank without heads runs nothing, and any plan will do.
+    own = Heads(q1 - q0, kv1 - kv0, q0 - kv0 * group, group) if q0 < q1 else Heads(1, 1)
+    at_a_time = gather.heads_at_a_time(own.kv) if gathering else None
+    wiring = _ring(rows.world_size)
+    steps = plan(rows, mask, wiring, ring_rank, own, kernel.caps, gather=at_a_time, kv_layout=kv_rows)
     among_ring = Among(transport, grid.ring(rank))
     placements = Placements(rows.placements(ring_rank), (kv_rows or rows).placements(ring_rank))
     exchange = Exchange(place, shares, placements, Among(transport, grid.exchange(rank)))

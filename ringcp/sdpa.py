@@ -28,8 +28,8 @@ class Context:
         layout: the `Layout`; or its name, if nothing (buffers, or a `Layout`) has said how long the sequence is.
         mask: the mask of every attention call, or None: as each call says.
         mode, ulysses_degree, gather_memory, kernel, agree, timeout: as given, with the defaults filled in.
-        group_name, rank, local_len, unmasked, causal: what follows from these: the process group, this rank in it and its number of
-            tokens, and the masks of calls without and with ``is_causal=True``.
+        group_name, rank, local_len, unmasked, causal: what follows from these: the process group, this rank in it and
+            its number of tokens, and the masks of calls without and with ``is_causal=True``.
     """
 
     mesh: DeviceMesh

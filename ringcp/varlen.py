@@ -45,8 +45,8 @@ def attention_varlen(
         q: (T_local, Hq, D), this rank's tokens of the packed row; k: (T_local, Hkv, D); v: (T_local, Hkv, Dv).
         cu_seqlens: (documents + 1,) cumulative lengths of the *whole* packed row, from 0 on; the same on every rank.
         mask: which positions of a document attend to which, such as ``Causal()``; None is all of them.
-        mesh, layout, seq_len, mode, ulysses_degree, gather_memory, scale, kernel, sinks, return_lse, agree, timeout: as in
-            `ringcp.attention`.
+        mesh, layout, seq_len, mode, ulysses_degree, gather_memory, scale, kernel, sinks, return_lse, agree,
+            timeout: as in `ringcp.attention`.
 
     Returns:
         out (T_local, Hq, Dv); with `return_lse` also lse (T_local, Hq).

@@ -26,7 +26,7 @@ from ringcp.layout import Layout, layout_named
 from ringcp.mask import Full, Mask
 from ringcp.modes import resolve_mode
 from ringcp.options import as_sdpa_casts
-from ringcp.runs import Run, make_run
+from ringcp.runs import Run, gather_of, make_run
 from ringcp.schedule import Heads
 from ringcp.transport import InProcess
 
@@ -51,7 +51,8 @@ def in_process(
 
     Args:
         q: (B, Hq, S, D); k: (B, Hkv, S, D); v: (B, Hkv, S, Dv): the whole sequence, on a CPU or one GPU.
-        world_size, mask, layout, kv_layout, mode, ulysses_degree, gather_memory, kernel, scale, return_lse: as in `ringcp.attention`.
+        world_size, mask, layout, kv_layout, mode, ulysses_degree, gather_memory, kernel, scale, return_lse: as in
+            `ringcp.attention`.
 
     Returns:
         out (B, Hq, S, Dv) in the order of the sequence, and with `return_lse` lse (B, Hq, S). Differentiable once.
@@ -72,16 +73,22 @@ def in_process(
     k_layout = _sized("kv_layout", kv_layout, k.shape[2], world_size) if kv_layout is not None else q_layout
     check_mask(full, q, q_layout, cross)
     heads = Heads(q.shape[1], k.shape[1])
-    chosen = resolve_mode(mode, ulysses_degree, heads, q.shape[2], world_size, world_size, full, q.device.type)
+    chosen = resolve_mode(
+        mode, ulysses_degree, heads.q, heads.kv, q.shape[2], world_size, world_size, full, q.device.type
+    )
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     factor = default_scale(q) if scale is None else scale
     chosen_kernel = choose(kernel, problem_of(q, k, v, factor, full.needs_band, needs_grad, needs_grad and return_lse))
+
+    gather = gather_of(k, v, k.shape[2], gather_memory)
 
     def runs() -> list[Run]:
         transport = InProcess()
         other = k_layout if cross else None
         return [
-            make_run(chosen, q_layout, other, full, heads, rank, chosen_kernel, factor, transport.endpoint(rank), gather_memory)
+            make_run(
+                chosen, q_layout, other, full, heads, rank, chosen_kernel, factor, transport.endpoint(rank), gather
+            )
             for rank in range(world_size)
         ]
 
@@ -93,7 +100,9 @@ def _sized(argument: str, layout: Layout | str, seq_len: int, world_size: int) -
     check_layout(layout, world_size)
     sized = layout_named(layout, seq_len, world_size) if isinstance(layout, str) else layout
     if sized.replicated:
-        raise UnsupportedError(f"{argument}: expected one without replicated tokens, got {sized!r}; use ringcp.attention")
+        raise UnsupportedError(
+            f"{argument}: expected one without replicated tokens, got {sized!r}; use ringcp.attention"
+        )
     if (sized.seq_len, sized.world_size) != (seq_len, world_size):
         raise LayoutError(
             f"{argument}: expected one for {seq_len} tokens on {world_size} ranks, got {sized!r}; "
@@ -137,5 +146,5 @@ class _Sharded:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
-    def __call__(self, x: Tensor | None) -> list[Tensor | None]:
+    def __call__(self, x: Tensor | None) -> list[Any]:
         return [None if x is None else self.layout.shard(x, rank, 2) for rank in range(self.layout.world_size)]
