@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import Bands, any_call, verify
+from schedule_checks import Bands, any_call, any_cross_call, some_heads, verify
 
 import ringcp
 from ringcp import Causal, Contiguous, Full, HeadTail, Striped, Window
@@ -38,6 +38,29 @@ def test_heads_of_the_own_block_in_two_steps(call, heads):
     for schedule in case.schedules:
         early, late = (Counter(t.band for t in schedule.backward[i].tiles) for i in (0, -1))
         assert len(schedule.backward) == 1 or late == (early if heads.q > 1 else {})
+
+
+groups = st.one_of(st.none(), st.integers(1, 4))
+
+
+@given(any_call(max_world=7, max_len=32), st.integers(1, 4), some_heads())
+@settings(max_examples=200)
+def test_groups_of_heads_gathered(call, size, heads):
+    verify(*call, heads, size)
+
+
+@given(any_call(max_world=5, max_len=24), groups, some_heads())
+@settings(max_examples=150)
+def test_some_heads(call, size, heads):
+    """A part of the heads, whose first and last KV heads serve fewer query heads."""
+    verify(*call, heads, size)
+
+
+@given(any_cross_call(max_world=5, max_len=24), groups, some_heads())
+@settings(max_examples=300)
+def test_queries_and_keys_in_different_layouts(call, size, heads):
+    layout, mask, topology, kv_layout = call
+    verify(layout, mask, topology, heads, size, kv_layout)
 
 
 @given(any_call(max_world=64, max_len=130, min_world=10))
