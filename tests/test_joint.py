@@ -14,7 +14,7 @@ from cases import HEADS, LAYOUTS, MASKS, MASKS_OF, allowed, assert_none, differe
 
 import ringcp
 from ringcp import replicas
-from ringcp.layout import decode_layout, layout_named
+from ringcp.layout import layout_named
 from ringcp.testing import assert_close, reference_attention
 
 # Replicated tokens and others: none, more of them than others, fewer others than ranks, no others.
