@@ -178,6 +178,7 @@ def test_in_a_context(worlds, world_size, where, checkpointed, mode):
 
 def refused_buffers(mesh):
     layout = joint(NUM, SEQ_LEN, mesh.size())
+    packed = torch.cat([torch.arange(NUM), torch.arange(SEQ_LEN) % 7])
     for x, error, words in (
         (
             torch.zeros(NUM),
@@ -185,7 +186,11 @@ def refused_buffers(mesh):
             "buffers[0]: expected 14 tokens, or the 11 that are not on every rank, in",
         ),
         (torch.zeros(SEQ_LEN + 1), ringcp.LayoutError, "like Joint(3, HeadTail(11, 2)), got 12; cut"),
-        (torch.cat([torch.arange(NUM), torch.arange(SEQ_LEN) % 7]), ringcp.ArgumentError, "looks like the position ids of packed documents"),
+        (
+            torch.cat([torch.arange(NUM), torch.arange(SEQ_LEN) % 7]),
+            ringcp.ArgumentError,
+            "looks like the position ids of packed documents",
+        ),
     ):
         before = x.clone()
         with (
