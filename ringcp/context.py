@@ -107,7 +107,7 @@ def context_parallel(
     failure: Exception | None = None
     refusal: RingcpError | None = None
     try:
-        _check_options(mode, layout, mask, kernel, ulysses_degree, agree, timeout, state.world_size)
+        check_options(mode, layout, mask, kernel, ulysses_degree, agree, timeout, state.world_size)
         given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
         layout = _sized(layout, given, mask, state.world_size)
         if mask is None:
@@ -252,7 +252,7 @@ class _Given(NamedTuple):
         return f"{tuple(self.tensor.shape)} {self.tensor.dtype} along dim {self.dim % self.tensor.ndim}{notes}"
 
 
-def _check_options(
+def check_options(
     mode: str,
     layout: Layout | str,
     mask: Mask | None,
@@ -262,6 +262,7 @@ def _check_options(
     timeout: float | timedelta | None,
     world_size: int,
 ) -> None:
+    """Raises an error of ours for the first option that is not one of its words, or does not fit that many ranks."""
     wrong = mask_problem(mask) or option_problem(None, mode, kernel, agree, timeout)
     if wrong:
         raise ArgumentError(wrong)
