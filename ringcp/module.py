@@ -185,6 +185,7 @@ def _attending(form: _Form, meaning: Meaning, context: Context, ranks: frozenset
             refusal = refusal or _placement_refusal(qkv, ranks)
             qkv = [x.to_local() if isinstance(x, DTensor) else x for x in qkv]
         is_causal = values.get("is_causal") if "is_causal" in meaning.keywords else None
+        grouped = values.get("enable_gqa", meaning.grouped) if "enable_gqa" in meaning.keywords else meaning.grouped
         out = sdpa(
             context,
             qkv[0],
@@ -193,7 +194,7 @@ def _attending(form: _Form, meaning: Meaning, context: Context, ranks: frozenset
             dropout_p=values.get("dropout_p", 0.0),
             is_causal=meaning.causal[None if is_causal is None else bool(is_causal)],
             scale=values.get("scale"),
-            enable_gqa=values.get("enable_gqa", meaning.grouped) or meaning.grouped,
+            enable_gqa=grouped,
             refusal=refusal,
         )
         if placed:
