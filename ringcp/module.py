@@ -8,6 +8,7 @@ from datetime import timedelta
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -106,7 +107,9 @@ class ContextParallel(ParallelStyle):
             device_mesh, group.group_name, self.layout, self.mask, self.mode, self.kernel, agree, self.timeout
         )
         ranks = frozenset(dist.get_process_group_ranks(group))
-        module.forward = _attending(form, meaning, context, ranks)
+        forward = _attending(form, meaning, context, ranks)
+        forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+        module.forward = forward
         return module
 
 
@@ -117,7 +120,7 @@ class _Form(NamedTuple):
     names: frozenset[str]
     defaults: Mapping[str, object]
     any_keyword: bool
-    signature: inspect.Signature
+    text: str
 
     def takes(self, name: str) -> bool:
         return self.any_keyword or name in self.names
@@ -135,6 +138,11 @@ def _form(module: nn.Module) -> _Form:
         raise ArgumentError(
             f"module: expected one to which ContextParallel was not applied yet, got a {kind} to which it was; "
             "name each module once"
+        )
+    if isinstance(module, torch.jit.ScriptModule) or type(module).__call__ is not nn.Module.__call__:
+        raise UnsupportedError(
+            f"module: expected one whose call runs its forward in Python, got a {kind}, which has a way of its own; "
+            "apply the style to an nn.Module, before it is scripted"
         )
     owned = [
         *(f"parameter {name}" for name, _ in module.named_parameters()),
@@ -165,7 +173,7 @@ def _form(module: nn.Module) -> _Form:
         frozenset(p.name for p in named),
         {p.name: p.default for p in named if p.name not in places[:3]},
         any(p.kind is p.VAR_KEYWORD for p in parameters),
-        signature,
+        str(signature),
     )
 
 
@@ -201,7 +209,6 @@ def _attending(form: _Form, meaning: Meaning, context: Context, ranks: frozenset
             return DTensor.from_local(out, placed[0].device_mesh, placed[0].placements, run_check=False)
         return out
 
-    forward.__signature__ = form.signature  # type: ignore[attr-defined]
     return forward
 
 
@@ -211,7 +218,7 @@ def _call_refusal(
     """What a call has that attention would not see."""
     if len(args) > len(form.places):
         return KeywordError, (
-            f"forward: expected at most {len(form.places)} arguments by position, got {len(args)}; {form.signature} is "
+            f"forward: expected at most {len(form.places)} arguments by position, got {len(args)}; {form.text} is "
             "what it takes"
         )
     for name in form.places[: len(args)]:
@@ -222,7 +229,7 @@ def _call_refusal(
             continue
         if not form.takes(name):
             return KeywordError, (
-                f"{name}: expected an argument of the module's forward{form.signature}, got {name}={shown(value)}; "
+                f"{name}: expected an argument of the module's forward{form.text}, got {name}={shown(value)}; "
                 "leave it out"
             )
         if name == "attn_mask" and value is not None:

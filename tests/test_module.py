@@ -436,6 +436,11 @@ class KeysFirst(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+class CallsElse(Attend):
+    def __call__(self, q, k, v):
+        return q
+
+
 class NeedsMore(nn.Module):
     def forward(self, q, k, v, freqs):
         return F.scaled_dot_product_attention(q * freqs, k * freqs, v)
@@ -459,6 +464,7 @@ REFUSED = {
         U,
         ["parameter norm.weight, parameter norm.bias, buffer bias, ..., whose work", "context_parallel("],
     ),
+    CallsElse: (U, ["whose call runs its forward in Python, got a CallsElse"]),
     nn.Identity: (U, ["Identity.forward: expected q, k, v first", "got (input"]),
     OtherNames: (U, ["expected q, k, v first", "got (x, mask=None)"]),
     KeysFirst: (U, ["got (k, q, v)"]),
