@@ -110,7 +110,7 @@ def context_parallel(
     try:
         degree = degree_in(mesh, ulysses_degree)
         mode = _mode_of_rotation(degree) if mode == "auto" else mode
-        _check_options(mode, layout, mask, kernel, degree, gather_memory, agree, timeout, state.world_size)
+        check_options(mode, layout, mask, kernel, degree, gather_memory, agree, timeout, state.world_size)
         given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
         layout = _sized(layout, given, mask, state.world_size)
         if mask is None:
@@ -267,7 +267,7 @@ def _mode_of_rotation(degree: int | None) -> str:
     return "usp" if mode == "ring" and degree is not None else mode
 
 
-def _check_options(
+def check_options(
     mode: str,
     layout: Layout | str,
     mask: Mask | None,
@@ -278,6 +278,7 @@ def _check_options(
     timeout: float | timedelta | None,
     world_size: int,
 ) -> None:
+    """Raises an error of ours for the first option that is not one of its words, or does not fit that many ranks."""
     wrong = mask_problem(mask) or option_problem(None, mode, ulysses_degree, gather_memory, kernel, agree, timeout)
     if wrong:
         raise ArgumentError(wrong)

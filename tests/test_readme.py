@@ -27,6 +27,7 @@ ONE_NODE = "torchrun --standalone --nproc-per-node=2 examples/"
 EXAMPLES = {
     f"{ONE_NODE}quickstart.py": r"torch.Size\(\[1, 8, 50[01], 64\]\) torch.Size\(\[1, 8, 1001, 64\]\)",
     f"{ONE_NODE}attention.py": r"torch.Size\(\[1, 8, 1001, 64\]\)",
+    f"{ONE_NODE}module.py": r"torch.Size\(\[1, 1001, 64\]\)",
     f"{ONE_NODE}cp_example.py": r"rank [01]: 2048 of 4096 tokens in the context",
 }
 MEMORY = "python benchmarks/memory.py --seq-len 131072"
