@@ -246,6 +246,7 @@ HEADS = {
     "2 nodes of 8, 40/8": ((40, 8, 16, 8), ("usp", 8), "usp"),
     "2 nodes of 8, nearly": ((30, 30, 16, 8), ("usp", 8), "usp"),
     "2 nodes of 6, 4 key heads": ((32, 4, 12, 6), ("usp", 2), "usp"),
+    "2 nodes of 6, 6 heads of 5.33, 0.484 of the bytes": ((32, 8, 12, 6), ("usp", 6), "usp"),
     "4 nodes, odd heads": ((3, 3, 8, 2), ("ring", 1), "ring"),
     "4 nodes, one key head": ((7, 1, 8, 2), ("ring", 1), "ring"),
     "a rank a node": ((32, 8, 8, 1), ("ring", 1), "ring"),
