@@ -282,11 +282,11 @@ def _planned(schedule: Schedule) -> Rows:
 
 
 def _needed(schedule: Schedule) -> Sequence[int]:
-    """Of each rank, the rows that this one's queries attend to; of itself none."""
+    """Of each rank, the rows that this one's queries attend to."""
     needed = [0] * schedule.world_size
     for step in schedule.forward:
-        if step.source is not None and step.source != schedule.rank:
-            needed[step.source] = sum(b - a for a, b in union(tile.band.k for tile in step.tiles))
+        assert step.source is not None, "a ring or direct step has one owner"
+        needed[step.source] = sum(b - a for a, b in union(tile.band.k for tile in step.tiles))
     return needed
 
 
