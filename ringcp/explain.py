@@ -15,6 +15,7 @@ from ringcp.band import union
 from ringcp.checks import mask_problem, shown
 from ringcp.errors import ArgumentError
 from ringcp.grouped import grouped
+from ringcp.groups import GRID
 from ringcp.mask import Full, Mask
 from ringcp.modes import (
     Choice,
@@ -229,9 +230,9 @@ def _exchange_axis(mesh: Any) -> int | None:
         )
     if mesh.ndim == 1:
         return None
-    if mesh.ndim != 2 or mesh.mesh_dim_names not in (None, ("cp", "sp")):
+    if mesh.mesh_dim_names != GRID:
         raise ArgumentError(
-            f'mesh: expected a 1-D mesh, or a 2-D one of ("cp", "sp"), got {mesh.ndim} dims '
+            f"mesh: expected a mesh of 1 dim, or of the dims {GRID}, in this order, got {mesh.ndim} dims "
             f'{mesh.mesh_dim_names}; take the slice over which the sequence is split, such as mesh["cp"]'
         )
     return mesh.size(1)

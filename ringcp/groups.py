@@ -40,16 +40,11 @@ def group_name_of(mesh: DeviceMesh) -> str:
             f"mesh: expected a 1-D or 2-D DeviceMesh, got {type(mesh).__name__}; make one with "
             "torch.distributed.device_mesh.init_device_mesh, or DeviceMesh.from_group for a process group"
         )
-    if mesh.ndim not in (1, 2):
+    if mesh.ndim != 1 and mesh.mesh_dim_names != GRID:
         raise LayoutError(
-            f"mesh: expected a mesh of 1 or 2 dims, got one of {mesh.ndim} dims {mesh.mesh_dim_names}; "
-            'take the slice over which the sequence is split, such as mesh["cp"] or mesh["cp", "sp"]'
-        )
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 2 and (names[:1] == ("sp",) or names[1:] == ("cp",)):
-        raise LayoutError(
-            f"mesh: expected the ring axis first and the exchange axis last, ('cp', 'sp'), got {names}; "
-            "make the mesh in this order, so that ranks that exchange are neighbours"
+            f"mesh: expected a mesh of 1 dim, or of the dims {GRID}, in this order, got one of {mesh.ndim} dims "
+            f'{mesh.mesh_dim_names}; take the slice over which the sequence is split, such as mesh["cp"], or name its '
+            "ring and its exchange so"
         )
     try:
         return _BETWEEN.join([mesh.get_group(dim).group_name for dim in range(mesh.ndim)])
@@ -60,6 +55,8 @@ def group_name_of(mesh: DeviceMesh) -> str:
         ) from error
 
 
+# The dims of a 2-D mesh: the ring, and the exchange of heads, whose ranks are neighbours.
+GRID = "cp", "sp"
 # Between the names of the groups of a 2-D mesh, the ring's and the exchange's.
 _BETWEEN = "\n"
 _GRID_TAG = (1 << 30) + 2  # beside those of votes

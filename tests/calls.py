@@ -11,12 +11,16 @@ from ringcp.testing import assert_close, reference_attention
 
 
 def make_call(mesh, seq_len, *, dtype=torch.float64, requires_grad=False):
-    """The arguments of a valid call on this rank, and the whole tensors."""
+    """The arguments of a valid call of a ring on this rank, and the whole tensors."""
     generator = torch.Generator().manual_seed(seq_len)
     layout = ringcp.HeadTail(seq_len, mesh.size())
     whole = [torch.randn(2, heads, seq_len, 8, dtype=dtype, generator=generator) for heads in (4, 2, 2)]
     local = [layout.shard(x, mesh.get_local_rank(), 2).requires_grad_(requires_grad) for x in whole]
-    return {**dict(zip("qkv", local, strict=True)), "mesh": mesh, "mask": ringcp.Causal()}, whole, layout
+    return (
+        {**dict(zip("qkv", local, strict=True)), "mesh": mesh, "mask": ringcp.Causal(), "mode": "ring"},
+        whole,
+        layout,
+    )
 
 
 def attend(call):
