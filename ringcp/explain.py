@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from ringcp.band import union
 from ringcp.checks import mask_problem, shown
 from ringcp.errors import ArgumentError
 from ringcp.grouped import grouped
-from ringcp.groups import GRID
+from ringcp.groups import GRID, neighbours
 from ringcp.mask import Full, Mask
 from ringcp.modes import (
     Choice,
@@ -31,7 +30,6 @@ from ringcp.modes import (
     replicates,
     usp_bytes,
 )
-from ringcp.modes import ranks_per_node as neighbours
 from ringcp.schedule import Schedule, build
 from ringcp.topology import ring
 
@@ -189,7 +187,7 @@ def _ranks(
             )
         ulysses_degree = axis if ulysses_degree is None else ulysses_degree
         world_size = mesh.size()
-        ranks_per_node = ranks_per_node_of(mesh) if ranks_per_node is None else ranks_per_node
+        ranks_per_node = neighbours(mesh.mesh.flatten().tolist()) if ranks_per_node is None else ranks_per_node
     assert world_size is not None, "one of them is given"
     _check_count("world_size", world_size, 1)
     ranks_per_node = world_size if ranks_per_node is None else ranks_per_node
@@ -213,13 +211,6 @@ def _check_call(q_heads: int, kv_heads: int, seq_len: int, head_dim: int, batch:
         )
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {shown(dtype)}; choose one")
-
-
-def ranks_per_node_of(mesh: DeviceMesh) -> int:
-    """Neighbours of the mesh's group that share a node, by torchrun's LOCAL_WORLD_SIZE; without it, all of them."""
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return neighbours(ranks, int(local)) if local.isdecimal() and int(local) else len(ranks)
 
 
 def _exchange_axis(mesh: Any) -> int | None:

@@ -207,6 +207,12 @@ class GroupState:
             self.broken = f"{type(error).__name__}: {error}"
 
 
+def neighbours(ranks: Sequence[int]) -> int:
+    """How many neighbours among these global ranks share a node, by torchrun's LOCAL_WORLD_SIZE; without it, all."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return ranks_per_node(ranks, int(local)) if local.isdecimal() and int(local) else len(ranks)
+
+
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
 _states_lock = threading.Lock()
 
@@ -217,8 +223,7 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
         state = _states.get(group)
         if state is None:
             rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-            node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
-            per_node = ranks_per_node(dist.get_process_group_ranks(group), node)
+            per_node = neighbours(dist.get_process_group_ranks(group))
             state = _states[group] = GroupState(rank, world_size, _channel(group, rank, world_size), per_node)
         return state
 

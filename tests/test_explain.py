@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringcp
 from ringcp import ArgumentError, Causal, Documents, Full, Padding, Prefix, Window
 from ringcp.balance import choose_layout
-from ringcp.explain import Explanation, ranks_per_node_of
+from ringcp.explain import Explanation
+from ringcp.groups import neighbours
 from ringcp.modes import Traffic, Weight, most, rows_bytes, whole_blocks
 from ringcp.schedule import build
 from ringcp.topology import ring
@@ -199,12 +200,12 @@ def explain_meshes(mesh, monkeypatched):
             assert ringcp.explain(**call, mesh=mesh).choice.mode == "usp"
             assert ringcp.explain(**call, mesh=mesh).choice.ulysses_degree == 2
             assert ringcp.explain(**call, mesh=mesh, ranks_per_node=4).choice.mode == "ulysses"
-            assert ranks_per_node_of(DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("cp", "sp"))) == 1
+            assert neighbours([0, 2, 1, 3]) == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LOCAL_WORLD_SIZE", raising=False)
         assert ringcp.explain(**call, mesh=mesh).choice.mode == "ulysses"
         patch.setenv("LOCAL_WORLD_SIZE", "0")
-        assert ranks_per_node_of(mesh) == 4
+        assert neighbours(range(4)) == 4
     usp = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("cp", "sp"))
     for arguments in ({}, {"ulysses_degree": 2}):
         found = ringcp.explain(**call, mesh=usp, **arguments)
@@ -224,7 +225,10 @@ def explain_meshes(mesh, monkeypatched):
             {"mesh": DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))},
             r"^mesh: expected a mesh of 1 dim, or of the dims \('cp', 'sp'\), in this order, got 2 dims \('dp', 'cp'\); .+",
         ),
-        ({"mesh": DeviceMesh("cpu", [[[0, 1]], [[2, 3]]])}, "^mesh: expected a mesh of 1 dim, .+, got 3 dims None; take .+"),
+        (
+            {"mesh": DeviceMesh("cpu", [[[0, 1]], [[2, 3]]])},
+            "^mesh: expected a mesh of 1 dim, .+, got 3 dims None; take .+",
+        ),
     ]
     for arguments, message in refusals:
         with pytest.raises(ArgumentError, match=message):
