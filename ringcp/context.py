@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ringcp.active import Session, active_session, is_active, sessions
 from ringcp.ambient import layout_around
 from ringcp.balance import choose_layout
-from ringcp.checks import check_agree, check_layout, check_mode, mask_problem, shown
+from ringcp.checks import check_agree, check_layout, check_mode, mask_problem, shown, softcap_problem
 from ringcp.errors import ArgumentError, LayoutError, RingcpError, UnsupportedError
 from ringcp.groups import GroupState, group_of, state_of
 from ringcp.inplace import Buffer, sharded_in_place
@@ -46,6 +46,7 @@ def context_parallel(
     kernel: str = "auto",
     ulysses_degree: int | None = None,
     gather_memory: int | None = None,
+    softcap: float | None = None,
     agree: str | None = None,
     timeout: float | timedelta | None = None,
 ) -> Iterator[Context]:
@@ -81,6 +82,7 @@ def context_parallel(
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
             Say here all that the calls leave out, so that the work is balanced by it: ``Documents(...) & Causal()``.
             None: as each call says; it is refused if a buffer looks like the position ids of packed documents.
+        softcap: as in `ringcp.attention`, in every call of the body.
         kernel: as in `ringcp.attention`.
         agree: "call" (default on CPU): the ranks vote before every attention call, or "context" (default on CUDA): once
             on entry, and in calls only if nothing says how long the sequence is. See `ringcp.attention`.
@@ -108,20 +110,31 @@ def context_parallel(
     refusal: RingcpError | None = None
     try:
         degree = degree_in(mesh, ulysses_degree)
-        _check_options(mode, layout, mask, kernel, degree, gather_memory, agree, timeout, state.world_size)
+        _check_options(mode, layout, mask, kernel, degree, gather_memory, softcap, agree, timeout, state.world_size)
         given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
         layout = _sized(layout, given, mask, state.world_size)
         if mask is None:
             _check_no_documents(given)
         seconds = seconds_of(timeout)
         context = make_context(
-            mesh, group.group_name, state.rank, layout, mask, mode, degree, gather_memory, kernel, agree, timeout
+            mesh,
+            group.group_name,
+            state.rank,
+            layout,
+            mask,
+            mode,
+            degree,
+            gather_memory,
+            softcap,
+            kernel,
+            agree,
+            timeout,
         )
         held = [Buffer(*each, layout, group, state, seconds) for each in given] if isinstance(layout, Layout) else []
         words = "; ".join(
             [
                 f"call=context_parallel; layout={layout!r}; mask={mask}; mode={mode}; ulysses_degree={degree}; "
-                f"gather_memory={gather_memory}; "
+                f"gather_memory={gather_memory}; softcap={softcap}; "
                 f"kernel={kernel}; agree={agree}",
                 f"number of buffers={len(given)}",
                 *(f"{each.name}={each}" for each in given),
@@ -264,11 +277,16 @@ def _check_options(
     kernel: str,
     ulysses_degree: int | None,
     gather_memory: int | None,
+    softcap: float | None,
     agree: str,
     timeout: float | timedelta | None,
     world_size: int,
 ) -> None:
-    wrong = mask_problem(mask) or option_problem(None, mode, ulysses_degree, gather_memory, kernel, agree, timeout)
+    wrong = (
+        mask_problem(mask)
+        or softcap_problem(softcap)
+        or option_problem(None, mode, ulysses_degree, gather_memory, kernel, agree, timeout)
+    )
     if wrong:
         raise ArgumentError(wrong)
     check_layout(layout, world_size)

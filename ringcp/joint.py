@@ -37,7 +37,12 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_nam
         layout=_rest(options.layout), kv_layout=None if options.kv_layout is None else _rest(options.kv_layout)
     )
     here = NO_OPTIONS._replace(
-        layout="contiguous", kv_layout="contiguous", scale=options.scale, kernel=options.kernel, agree="call"
+        layout="contiguous",
+        kv_layout="contiguous",
+        scale=options.scale,
+        softcap=options.softcap,
+        kernel=options.kernel,
+        agree="call",
     )
 
     # First the call that votes.

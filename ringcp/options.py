@@ -14,7 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.checks import layout_problem, mask_problem, scale_problem, shown
+from ringcp.checks import layout_problem, mask_problem, scale_problem, shown, softcap_problem
 from ringcp.errors import ArgumentError, KeywordError, LayoutError, RingcpError, UnsupportedError
 from ringcp.layout import Layout
 from ringcp.mask import Mask
@@ -34,6 +34,7 @@ class Options(NamedTuple):
     ulysses_degree: int | None
     gather_memory: int | None
     scale: float | None
+    softcap: float | None
     kernel: str
     sinks: Tensor | None
     agree: str | None
@@ -80,8 +81,9 @@ def refusal_of(q: object, k: object, v: object, options: Options) -> Refusal | N
     wrong = (
         mask_problem(options.mask)
         or scale_problem(options.scale)
+        or softcap_problem(options.softcap)
         or option_problem(seq_len, mode, degree, memory, options.kernel, options.agree, options.timeout)
-        or _sinks_problem(q, options.sinks)
+        or sinks_problem(q, options.sinks)
     )
     if wrong:
         return ArgumentError, wrong
@@ -141,7 +143,8 @@ def unknown_keyword(unknown: Mapping[str, object], function: str) -> Refusal | N
     return None
 
 
-def _sinks_problem(q: Any, sinks: object) -> str:
+def sinks_problem(q: Any, sinks: object) -> str:
+    """Why `sinks` are neither a logit for each query head nor None; empty if they are."""
     if sinks is None or (isinstance(sinks, Tensor) and sinks.is_floating_point() and sinks.shape == q.shape[1:2]):
         return ""
     return (
@@ -154,7 +157,6 @@ _ELSEWHERE = {
     "is_causal": "pass mask=ringcp.Causal()",
     "attn_mask": "pass mask= a ringcp mask: tensor masks are not supported",
     "dropout_p": "leave it out: dropout is not supported",
-    "softcap": "leave it out: no kernel of ringcp takes it yet",
     "alibi_slopes": "leave it out: no kernel of ringcp takes them yet",
     "enable_gqa": "leave it out: the head counts say it",
     "max_seqlen": "leave it out: cu_seqlens says it",

@@ -27,7 +27,7 @@ class Context:
         mesh: the mesh over which the sequence is split.
         layout: the `Layout`; or its name, if nothing (buffers, or a `Layout`) has said how long the sequence is.
         mask: the mask of every attention call, or None: as each call says.
-        mode, ulysses_degree, gather_memory, kernel, agree, timeout: as given, with the defaults filled in.
+        mode, ulysses_degree, gather_memory, softcap, kernel, agree, timeout: as given, with the defaults filled in.
         group_name, rank, local_len, unmasked, causal: what follows from these: the process group, this rank in it and
             its number of tokens, and the masks of calls without and with ``is_causal=True``.
     """
@@ -38,6 +38,7 @@ class Context:
     mode: str
     ulysses_degree: int | None
     gather_memory: int | None
+    softcap: float | None
     kernel: str
     agree: str
     timeout: float | timedelta | None
@@ -71,6 +72,7 @@ def make_context(
     mode: str,
     ulysses_degree: int | None,
     gather_memory: int | None,
+    softcap: float | None,
     kernel: str,
     agree: str,
     timeout: float | timedelta | None,
@@ -83,6 +85,7 @@ def make_context(
         mode=mode,
         ulysses_degree=ulysses_degree,
         gather_memory=gather_memory,
+        softcap=softcap,
         kernel=kernel,
         agree=agree,
         timeout=timeout,
@@ -119,6 +122,7 @@ def sdpa(
         ulysses_degree=context.ulysses_degree,
         gather_memory=context.gather_memory,
         scale=scale,
+        softcap=context.softcap,
         kernel=context.kernel,
         sinks=None,
         agree=context.agree,
