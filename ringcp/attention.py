@@ -14,7 +14,7 @@ from ringcp.groups import group_name_of
 from ringcp.joint import joint_attention
 from ringcp.layout import Layout
 from ringcp.mask import Mask
-from ringcp.opcall import NO_OPTIONS, call_op
+from ringcp.opcall import call_op
 from ringcp.options import Options, Refusal, as_sdpa_casts, degree_in, refusal_of, unknown_keyword
 from ringcp.sinks import fold_sinks
 
@@ -33,6 +33,7 @@ def attention(
     ulysses_degree: int | None = None,
     gather_memory: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     kernel: str = "auto",
     sinks: Tensor | None = None,
     return_lse: bool = False,
@@ -72,11 +73,14 @@ def attention(
         gather_memory: with "gather", the bytes that the keys and values in hand may take on a rank, and as many are
             under way; at least one head is gathered at a time. None: half of the heads at a time, at most 1 GiB.
         scale: factor on the scores; None is ``D ** -0.5``.
+        softcap: a positive C: scaled scores become ``C * tanh(score / C)`` before they are masked (Gemma 2); None is no
+            cap. Few kernels can: on a CPU "reference", which "auto" then takes without a word, with memory for the
+            score matrix of each launch; on a GPU "flash2", "flash3" and "flash4", if installed.
         kernel: "auto"; a family of kernels, "sdpa"; or one of them: "sdpa_flash", "sdpa_cudnn", "sdpa_efficient",
             "sdpa_flash_cpu", "reference" (plain matmuls, memory for the whole score matrix).
-        sinks: (Hq,) logits that take part in each row's softmax without a value (attention sinks), the same on every
-            rank; differentiable: each rank gets the gradient of its own rows, as for any parameter.
-        return_lse: also return the log-sum-exp of the scaled scores.
+        sinks: (Hq,) logits that take part in each row's softmax without a value (attention sinks), not capped, the
+            same on every rank; differentiable: each rank gets the gradient of its own rows, as for any parameter.
+        return_lse: also return the log-sum-exp of the scaled (and capped) scores.
         agree: when the ranks vote on their arguments: "call", before each call (default on CPU), or "context" (default
             on CUDA): not in this call, if `seq_len` or a `Layout` says the length. Without a vote the local length is
             still checked before anything is sent, but ranks that disagree in heads, dtype, mask or options are not
@@ -110,6 +114,7 @@ def attention(
         ulysses_degree=degree_in(mesh, ulysses_degree),
         gather_memory=gather_memory,
         scale=scale,
+        softcap=softcap,
         kernel=kernel,
         sinks=sinks,
         agree=agree,
@@ -133,7 +138,7 @@ def attend(
             _vote_against(group_name, silent, *refusal)
         # Traced: the op itself raises when the compiled code runs.
         agree = "context" if silent else "call"
-        options = NO_OPTIONS._replace(seq_len=0 if silent else None, agree=agree)
+        options = Options(seq_len=0 if silent else None, agree=agree)
     q, k, v = as_sdpa_casts(q, k, v)
     sinks = options.sinks
     needs_lse = return_lse or sinks is not None
@@ -153,7 +158,7 @@ def _vote_against(group_name: str, silent: bool, error: type[RingcpError], why: 
     nothing = torch.empty(0, device="cpu")
     with torch._C._DisableFuncTorch():
         try:
-            call_op(nothing, nothing, nothing, NO_OPTIONS._replace(agree="call"), group_name, False, refused=why)
+            call_op(nothing, nothing, nothing, Options(agree="call"), group_name, False, refused=why)
         except ArgumentError as voted:
             raise error(why) from voted.__cause__
     raise AssertionError("the op raises what it is told to refuse")

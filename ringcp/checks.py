@@ -189,6 +189,14 @@ def scale_problem(scale: object) -> str:
     return ""
 
 
+def softcap_problem(softcap: object) -> str:
+    """Why `softcap` is neither a positive number nor None; empty if it is."""
+    number = isinstance(softcap, (int, float, torch.SymFloat)) and not isinstance(softcap, bool)
+    if softcap is None or (number and 0 < softcap < math.inf):  # type: ignore[operator]
+        return ""
+    return f"softcap: expected a positive number or None, got {shown(softcap)}; pass None for scores without a cap"
+
+
 def layout_problem(layout: object, argument: str = "layout") -> str:
     """Why `layout` is neither a layout nor the name of one; empty if it is."""
     if isinstance(layout, Layout) or (isinstance(layout, str) and layout in LAYOUT_NAMES):

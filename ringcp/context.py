@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ringcp.active import Session, active_session, is_active, sessions
 from ringcp.ambient import layout_around
 from ringcp.balance import choose_layout
-from ringcp.checks import check_agree, check_layout, check_mode, mask_problem, shown
+from ringcp.checks import check_agree, check_layout, check_mode, shown
 from ringcp.errors import ArgumentError, LayoutError, RingcpError, UnsupportedError
 from ringcp.groups import GroupState, group_of, state_of
 from ringcp.inplace import Buffer, sharded_in_place
@@ -25,7 +25,7 @@ from ringcp.interception import intercepted
 from ringcp.kernels.registry import check_kernel_name
 from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
 from ringcp.mask import Mask
-from ringcp.options import degree_in, option_problem, seconds_of
+from ringcp.options import Options, degree_in, options_problem, seconds_of
 from ringcp.rotate import rotate_mode
 from ringcp.saving import saving_shards
 from ringcp.sdpa import Context, make_context
@@ -47,6 +47,7 @@ def context_parallel(
     kernel: str = "auto",
     ulysses_degree: int | None = None,
     gather_memory: int | None = None,
+    softcap: float | None = None,
     agree: str | None = None,
     timeout: float | timedelta | None = None,
 ) -> Iterator[Context]:
@@ -82,6 +83,7 @@ def context_parallel(
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
             Say here all that the calls leave out, so that the work is balanced by it: ``Documents(...) & Causal()``.
             None: as each call says; it is refused if a buffer looks like the position ids of packed documents.
+        softcap: as in `ringcp.attention`, in every call of the body.
         kernel: as in `ringcp.attention`.
         agree: "call" (default on CPU): the ranks vote before every attention call, or "context" (default on CUDA): once
             on entry, and in calls only if nothing says how long the sequence is. See `ringcp.attention`.
@@ -109,24 +111,31 @@ def context_parallel(
     refusal: RingcpError | None = None
     try:
         degree = degree_in(mesh, ulysses_degree)
-        mode = _mode_of_rotation(degree) if mode == "auto" else mode
-        check_options(mode, layout, mask, kernel, degree, gather_memory, agree, timeout, state.world_size)
+        options = Options(
+            mask=mask,
+            layout=layout,
+            mode=_mode_of_rotation(degree) if mode == "auto" else mode,
+            ulysses_degree=degree,
+            gather_memory=gather_memory,
+            softcap=softcap,
+            kernel=kernel,
+            agree=agree,
+            timeout=timeout,
+        )
+        check_options(options, state.world_size)
         given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
         layout = _sized(layout, given, mask, state.world_size)
         if mask is None:
             _check_no_documents(given, layout)
         seconds = seconds_of(timeout)
-        context = make_context(
-            mesh, group.group_name, state.rank, layout, mask, mode, degree, gather_memory, kernel, agree, timeout
-        )
+        context = make_context(mesh, group.group_name, state.rank, options._replace(layout=layout))
         held = []
         if isinstance(layout, Layout):
             held = [Buffer(*each, _layout_of(each, layout), group, state, seconds) for each in given]
         words = "; ".join(
             [
-                f"call=context_parallel; layout={layout!r}; mask={mask}; mode={mode}; ulysses_degree={degree}; "
-                f"gather_memory={gather_memory}; "
-                f"kernel={kernel}; agree={agree}",
+                f"call=context_parallel; layout={layout!r}; mask={mask}; mode={options.mode}; ulysses_degree={degree}; "
+                f"gather_memory={gather_memory}; softcap={softcap}; kernel={kernel}; agree={agree}",
                 f"number of buffers={len(given)}",
                 *(f"{each.name}={each}" for each in given),
             ]
@@ -267,25 +276,16 @@ def _mode_of_rotation(degree: int | None) -> str:
     return "usp" if mode == "ring" and degree is not None else mode
 
 
-def check_options(
-    mode: str,
-    layout: Layout | str,
-    mask: Mask | None,
-    kernel: str,
-    ulysses_degree: int | None,
-    gather_memory: int | None,
-    agree: str,
-    timeout: float | timedelta | None,
-    world_size: int,
-) -> None:
+def check_options(options: Options, world_size: int) -> None:
     """Raises an error of ours for the first option that is not one of its words, or does not fit that many ranks."""
-    wrong = mask_problem(mask) or option_problem(None, mode, ulysses_degree, gather_memory, kernel, agree, timeout)
+    wrong = options_problem(options)
     if wrong:
         raise ArgumentError(wrong)
-    check_layout(layout, world_size)
-    check_mode(mode, ulysses_degree, world_size)
-    check_kernel_name(kernel)
-    check_agree(agree)
+    assert options.agree is not None, "callers say when"
+    check_layout(options.layout, world_size)
+    check_mode(options.mode, options.ulysses_degree, world_size)
+    check_kernel_name(options.kernel)
+    check_agree(options.agree)
 
 
 def _checked_buffers(buffers: object, dims: object, no_restore: object) -> list[_Given]:

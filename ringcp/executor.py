@@ -67,6 +67,7 @@ class Job(NamedTuple):
     transport: Transport
     call: int = 0
     fingerprint: int = 0
+    softcap: float | None = None
 
 
 def drive(run: Run) -> Any:
@@ -122,6 +123,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, Non
                     part(v_block, call.batch, call.kv_heads, call.k),
                     form=call.form,
                     scale=job.scale,
+                    softcap=job.softcap,
                 )
                 if call.fresh:
                     out.write(call, out_c)
@@ -163,6 +165,7 @@ def backward(
                     None if dlse is None else part(dlse, *on_q),
                     form=call.form,
                     scale=job.scale,
+                    softcap=job.softcap,
                 )
                 if call.fresh:
                     dq.write(call, dq_c)

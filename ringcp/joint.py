@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringcp.layout import Layout
-from ringcp.opcall import NO_OPTIONS, call_op
+from ringcp.opcall import call_op
 from ringcp.options import Options
 from ringcp.replicas import of_all_ranks, split_copies
 
@@ -31,8 +31,13 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_nam
     kv_layout = options.layout if options.kv_layout is None else options.kv_layout
     num_q, num_k = _replicated(options.layout), _replicated(kv_layout)
     q_copy, q_rest, k_copy, k_rest, v_copy, v_rest = split_copies(q, k, v, num_q, num_k, group_name)
-    here = NO_OPTIONS._replace(
-        layout="contiguous", kv_layout="contiguous", scale=options.scale, kernel=options.kernel, agree="call"
+    here = Options(
+        layout="contiguous",
+        kv_layout="contiguous",
+        scale=options.scale,
+        softcap=options.softcap,
+        kernel=options.kernel,
+        agree="call",
     )
 
     # First the call that votes. A joint layout means its rest there.

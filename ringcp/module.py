@@ -21,7 +21,7 @@ from ringcp.errors import ArgumentError, KeywordError, UnsupportedError
 from ringcp.groups import group_of
 from ringcp.layout import Layout
 from ringcp.mask import Mask
-from ringcp.options import Refusal, degree_in
+from ringcp.options import Options, Refusal, degree_in
 from ringcp.probe import HONOURED, Meaning, probed, unprobed
 from ringcp.sdpa import Context, make_context, sdpa
 
@@ -64,7 +64,7 @@ class ContextParallel(ParallelStyle):
     that it divides evenly, or replicated; the output is one too.
 
     Args:
-        mode, ulysses_degree, gather_memory, layout, kernel, agree, timeout: as in `ringcp.attention`.
+        mode, ulysses_degree, gather_memory, layout, softcap, kernel, agree, timeout: as in `ringcp.attention`.
         mask: which positions attend to which; a causal forward, or ``is_causal=True``, is intersected with it.
         probe: whether the forward is tried. False says that it is `F.scaled_dot_product_attention` of its q, k, v and
             those of its keywords that it has, with grouped heads if `enable_gqa` is none of them.
@@ -83,30 +83,38 @@ class ContextParallel(ParallelStyle):
         kernel: str = "auto",
         ulysses_degree: int | None = None,
         gather_memory: int | None = None,
+        softcap: float | None = None,
         agree: str | None = None,
         timeout: float | timedelta | None = None,
         probe: bool = True,
     ) -> None:
-        self.mode, self.layout, self.mask, self.kernel = mode, layout, mask, kernel
-        self.ulysses_degree, self.gather_memory = ulysses_degree, gather_memory
-        self.agree, self.timeout, self.probe = agree, timeout, probe
+        self.options = Options(
+            mask=mask,
+            layout=layout,
+            mode=mode,
+            ulysses_degree=ulysses_degree,
+            gather_memory=gather_memory,
+            softcap=softcap,
+            kernel=kernel,
+            agree=agree,
+            timeout=timeout,
+        )
+        self.probe = probe
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = group_of(device_mesh)
-        agree = self.agree
+        agree = self.options.agree
         if agree is None:
             agree = "context" if device_mesh.device_type == "cuda" else "call"
-        degree = degree_in(device_mesh, self.ulysses_degree)
-        options = self.mode, self.layout, self.mask, self.kernel, degree, self.gather_memory, agree, self.timeout
-        check_options(*options, group.size())
+        options = self.options._replace(ulysses_degree=degree_in(device_mesh, self.options.ulysses_degree), agree=agree)
+        check_options(options, group.size())
         form = _form(module)
         if self.probe:
             scale: Any = form.defaults.get("scale")
-            meaning = probed(module, form.takes, scale, self.mask)
+            meaning = probed(module, form.takes, scale, options.mask)
         else:
             meaning = unprobed(form.takes)
-        how = self.layout, self.mask, self.mode, degree, self.gather_memory, self.kernel, agree, self.timeout
-        context = make_context(device_mesh, group.group_name, group.rank(), *how)
+        context = make_context(device_mesh, group.group_name, group.rank(), options)
         ranks = frozenset(dist.get_process_group_ranks(group))
         forward = _attending(form, meaning, context, ranks)
         forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]

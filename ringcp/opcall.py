@@ -12,22 +12,6 @@ from ringcp.options import Options, seconds_of
 
 _FULL = Full()
 
-NO_OPTIONS = Options(
-    mask=None,
-    layout="auto",
-    kv_layout=None,
-    seq_len=None,
-    mode="auto",
-    ulysses_degree=None,
-    gather_memory=None,
-    scale=None,
-    kernel="auto",
-    sinks=None,
-    agree=None,
-    timeout=None,
-)
-"""What is not said, said."""
-
 
 def call_op(
     q: Tensor, k: Tensor, v: Tensor, options: Options, group_name: str, needs_lse: bool, refused: str = ""
@@ -52,6 +36,7 @@ def call_op(
         options.gather_memory,
         options.kernel,
         options.scale,
+        options.softcap,
         options.seq_len,
         options.agree,
         seconds_of(options.timeout),

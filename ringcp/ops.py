@@ -62,6 +62,7 @@ def attention_op(
     gather_memory: int | None,
     kernel: str,
     scale: float | None,
+    softcap: float | None,
     seq_len: int | None,
     agree_when: str,
     timeout: float | None,
@@ -96,7 +97,8 @@ def attention_op(
                 _, given_len, given_world, *_ = kv_layout_spec.tolist()
                 known_kv_len = known_length(given_len, given_world, None, state.world_size, "kv_layout")
             factor = default_scale(q) if scale is None else scale
-            chosen = choose(kernel, problem_of(q, k, v, factor, mask.needs_band, needs_grad, needs_lse_grad))
+            needs = mask.needs_band, needs_grad, needs_lse_grad
+            chosen = choose(kernel, problem_of(q, k, v, factor, softcap, *needs))
         except RingcpError as error:
             refusal = error
         except Exception as error:  # whatever it is, this rank votes before it raises
@@ -107,8 +109,8 @@ def attention_op(
             f"call=attention; q={_facts(q)}; k={_facts(k)}; v={_facts(v)}; layout={_layout_text(layout_spec)}; "
             f"kv_layout={None if kv_layout_spec is None else _layout_text(kv_layout_spec)}; "
             f"mask={mask}; mode={mode}; ulysses_degree={ulysses_degree}; gather_memory={gather_memory}; "
-            f"ranks a node={state.ranks_per_node}; kernel={chosen.name}; scale={scale}; seq_len={seq_len}; "
-            f"agree={agree_when}; "
+            f"ranks a node={state.ranks_per_node}; kernel={chosen.name}; scale={scale}; softcap={softcap}; "
+            f"seq_len={seq_len}; agree={agree_when}; "
             f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; {also}; "
             f"plan={PLAN_VERSION}"
         )  # fmt: skip
@@ -141,7 +143,7 @@ def attention_op(
         with running(state, group, q):
             transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
             gather = gather_of(k, v, lens[1], gather_memory)
-            tail = transport, gather, call, fingerprint
+            tail = transport, gather, call, fingerprint, softcap
             run = make_run(used, layout, kv_layout, mask, heads, state.rank, chosen, factor, *tail)
             out, lse = drive(run.forward(q, k, v))
         return _stored(out, q.dtype), lse.contiguous(), facts
@@ -168,6 +170,7 @@ def attention_backward_op(
     group_name: str,
     gather_memory: int | None,
     scale: float | None,
+    softcap: float | None,
     timeout: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the local rows."""
@@ -182,7 +185,7 @@ def attention_backward_op(
     factor = default_scale(q) if scale is None else scale
     used, heads, mask = Choice(MODES[mode], degree, ""), Heads(q.shape[1], k.shape[1]), _decoded_mask(mask_spec)
     transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
-    tail = transport, gather_of(k, v, kv_len, gather_memory), call, fingerprint
+    tail = transport, gather_of(k, v, kv_len, gather_memory), call, fingerprint, softcap
     run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, *tail)
     with running(state, group, q):
         grads = drive(run.backward(dout, dlse, q, k, v, out, lse))
@@ -196,11 +199,11 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: An
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, layout_spec, kv_layout_spec, mask_spec, group_name, *_ = inputs
-    memory, scale, timeout = inputs[9], inputs[11], inputs[14]
+    memory, scale, softcap, timeout = inputs[9], inputs[11], inputs[12], inputs[15]
     out, lse, facts = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, layout_spec, kv_layout_spec, mask_spec, facts)
-    ctx.options = (group_name, memory, scale, timeout)
+    ctx.options = (group_name, memory, scale, softcap, timeout)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
@@ -208,7 +211,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tu
     # Whether a rank has an upstream gradient must not decide whether it takes part.
     dout = torch.zeros_like(out) if dout is None else dout
     grads = attention_backward_op(dout, dlse, q, k, v, out, lse, *specs, *ctx.options)
-    return (*grads, *(None,) * 16)
+    return (*grads, *(None,) * 17)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)

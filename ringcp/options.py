@@ -14,7 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.checks import layout_problem, mask_problem, scale_problem, shown
+from ringcp.checks import layout_problem, mask_problem, scale_problem, shown, softcap_problem
 from ringcp.errors import ArgumentError, KeywordError, LayoutError, RingcpError, UnsupportedError
 from ringcp.layout import Layout
 from ringcp.mask import Mask
@@ -26,18 +26,19 @@ _MAX_SECONDS = 2_592_000
 class Options(NamedTuple):
     """The keywords of `attention` that say what to compute and how."""
 
-    mask: Mask | None
-    layout: Layout | str
-    kv_layout: Layout | str | None
-    seq_len: int | None
-    mode: str
-    ulysses_degree: int | None
-    gather_memory: int | None
-    scale: float | None
-    kernel: str
-    sinks: Tensor | None
-    agree: str | None
-    timeout: float | timedelta | None
+    mask: Mask | None = None
+    layout: Layout | str = "auto"
+    kv_layout: Layout | str | None = None
+    seq_len: int | None = None
+    mode: str = "auto"
+    ulysses_degree: int | None = None
+    gather_memory: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    kernel: str = "auto"
+    sinks: Tensor | None = None
+    agree: str | None = None
+    timeout: float | timedelta | None = None
 
     @property
     def joint(self) -> bool:
@@ -76,13 +77,7 @@ def refusal_of(q: object, k: object, v: object, options: Options) -> Refusal | N
             "torch.func: ringcp.attention expected torch.autograd alone, got a call under vmap, grad, vjp or jvp; "
             "use torch.autograd.grad or backward, and pass the batch in dim 0"
         )
-    seq_len, mode, degree, memory = options.seq_len, options.mode, options.ulysses_degree, options.gather_memory
-    wrong = (
-        mask_problem(options.mask)
-        or scale_problem(options.scale)
-        or option_problem(seq_len, mode, degree, memory, options.kernel, options.agree, options.timeout)
-        or _sinks_problem(q, options.sinks)
-    )
+    wrong = options_problem(options) or sinks_problem(q, options.sinks)
     if wrong:
         return ArgumentError, wrong
     kv_layout = options.kv_layout
@@ -103,16 +98,12 @@ def _replicated_problem(q: Any, k: Any, v: Any, options: Options) -> str:
     return ""
 
 
-def option_problem(
-    seq_len: object,
-    mode: object,
-    ulysses_degree: object,
-    gather_memory: object,
-    kernel: object,
-    agree: object,
-    timeout: object,
-) -> str:
-    """Which option is not even of the right type; empty if all are."""
+def options_problem(options: Options) -> str:
+    """Which option, but layouts and sinks, is not even of the right type; empty if all are."""
+    seq_len, ulysses_degree, timeout = options.seq_len, options.ulysses_degree, options.timeout
+    wrong = mask_problem(options.mask) or scale_problem(options.scale) or softcap_problem(options.softcap)
+    if wrong:
+        return wrong
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt))):
         return f"seq_len: expected an integer or None, got {seq_len!r}; give the length of the whole sequence"
     if isinstance(ulysses_degree, _Contradiction):
@@ -122,7 +113,7 @@ def option_problem(
         )
     for name, what, number in (
         ("ulysses_degree", "a number of ranks", ulysses_degree),
-        ("gather_memory", "a number of bytes", gather_memory),
+        ("gather_memory", "a number of bytes", options.gather_memory),
     ):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             return f"{name}: expected {what} of at least 1 or None, got {shown(number)}; give an int"
@@ -133,7 +124,8 @@ def option_problem(
                 f"timeout: expected seconds above 0 and below {_MAX_SECONDS}, a timedelta or None, got {timeout!r}; "
                 "give seconds"
             )
-    for name, value in (("mode", mode), ("kernel", kernel), ("agree", "" if agree is None else agree)):
+    agree = "" if options.agree is None else options.agree
+    for name, value in (("mode", options.mode), ("kernel", options.kernel), ("agree", agree)):
         if not isinstance(value, str):
             return f"{name}: expected a word, got {shown(value)}; help(ringcp.attention) lists the words"
     return ""
@@ -167,7 +159,8 @@ def unknown_keyword(unknown: Mapping[str, object], function: str) -> Refusal | N
     return None
 
 
-def _sinks_problem(q: Any, sinks: object) -> str:
+def sinks_problem(q: Any, sinks: object) -> str:
+    """Why `sinks` are neither a logit for each query head nor None; empty if they are."""
     if sinks is None or (isinstance(sinks, Tensor) and sinks.is_floating_point() and sinks.shape == q.shape[1:2]):
         return ""
     return (
@@ -180,7 +173,6 @@ _ELSEWHERE = {
     "is_causal": "pass mask=ringcp.Causal()",
     "attn_mask": "pass mask= a ringcp mask: tensor masks are not supported",
     "dropout_p": "leave it out: dropout is not supported",
-    "softcap": "leave it out: no kernel of ringcp takes it yet",
     "alibi_slopes": "leave it out: no kernel of ringcp takes them yet",
     "enable_gqa": "leave it out: the head counts say it",
     "max_seqlen": "leave it out: cu_seqlens says it",

@@ -95,6 +95,7 @@ def make_run(
     gather: Gather,
     call: int = 0,
     fingerprint: int = 0,
+    softcap: float | None = None,
 ) -> Run:
     """The run of `rank` for one call.
 
@@ -106,7 +107,7 @@ def make_run(
         at_a_time = gather.heads_at_a_time(heads.kv) if gathering else None
         wiring = _ring(layout.world_size)
         steps = plan(layout, mask, wiring, rank, heads, kernel.caps, gather=at_a_time, kv_layout=kv_layout)
-        return Run(Job(steps, kernel, scale, transport, call, fingerprint), None)
+        return Run(Job(steps, kernel, scale, transport, call, fingerprint, softcap), None)
     grid = Grid(layout.world_size, degree)
     rows = grouped(layout, degree)
     kv_rows = None if kv_layout is None else grouped(kv_layout, degree)
@@ -122,4 +123,4 @@ def make_run(
     among_ring = Among(transport, grid.ring(rank))
     placements = Placements(rows.placements(ring_rank), (kv_rows or rows).placements(ring_rank))
     exchange = Exchange(place, shares, placements, Among(transport, grid.exchange(rank)))
-    return Run(Job(steps, kernel, scale, among_ring, call, fingerprint), exchange)
+    return Run(Job(steps, kernel, scale, among_ring, call, fingerprint, softcap), exchange)

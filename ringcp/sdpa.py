@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -27,25 +26,31 @@ class Context:
         mesh: the mesh over which the sequence is split.
         layout: the `Layout`; or its name, if nothing (buffers, or a `Layout`) has said how long the sequence is.
         mask: the mask of every attention call, or None: as each call says.
-        mode, ulysses_degree, gather_memory, kernel, agree, timeout: as given, with the defaults filled in.
+        mode: how queries meet keys.
+        options: all keywords, with the defaults filled in.
         group_name, rank, local_len, unmasked, causal: what follows from these: the process group, this rank in it and
             its number of tokens, and the masks of calls without and with ``is_causal=True``.
     """
 
     mesh: DeviceMesh
-    layout: Layout | str
-    mask: Mask | None
-    mode: str
-    ulysses_degree: int | None
-    gather_memory: int | None
-    kernel: str
-    agree: str
-    timeout: float | timedelta | None
+    options: Options
     group_name: str
     rank: int
     local_len: int | None
     unmasked: Mask
     causal: Mask
+
+    @property
+    def layout(self) -> Layout | str:
+        return self.options.layout
+
+    @property
+    def mask(self) -> Mask | None:
+        return self.options.mask
+
+    @property
+    def mode(self) -> str:
+        return self.options.mode
 
     @property
     def positions(self) -> Tensor:
@@ -62,30 +67,12 @@ class Context:
         return self.layout.positions(self.rank).to(self.mesh.device_type)
 
 
-def make_context(
-    mesh: DeviceMesh,
-    group_name: str,
-    rank: int,
-    layout: Layout | str,
-    mask: Mask | None,
-    mode: str,
-    ulysses_degree: int | None,
-    gather_memory: int | None,
-    kernel: str,
-    agree: str,
-    timeout: float | timedelta | None,
-) -> Context:
-    """A context from checked arguments."""
+def make_context(mesh: DeviceMesh, group_name: str, rank: int, options: Options) -> Context:
+    """A context from checked options."""
+    layout, mask = options.layout, options.mask
     return Context(
         mesh=mesh,
-        layout=layout,
-        mask=mask,
-        mode=mode,
-        ulysses_degree=ulysses_degree,
-        gather_memory=gather_memory,
-        kernel=kernel,
-        agree=agree,
-        timeout=timeout,
+        options=options,
         group_name=group_name,
         rank=rank,
         local_len=layout.local_len(rank) if isinstance(layout, Layout) else None,
@@ -115,20 +102,7 @@ def sdpa(
     q, k, v = query, key, value
     if refusal is None and query.ndim != 4:
         q, k, v = (_as_BHSD(x) for x in (q, k, v))
-    options = Options(
-        mask=context.causal if is_causal else context.unmasked,
-        layout=context.layout,
-        kv_layout=None,
-        seq_len=None,
-        mode=context.mode,
-        ulysses_degree=context.ulysses_degree,
-        gather_memory=context.gather_memory,
-        scale=scale,
-        kernel=context.kernel,
-        sinks=None,
-        agree=context.agree,
-        timeout=context.timeout,
-    )
+    options = context.options._replace(mask=context.causal if is_causal else context.unmasked, scale=scale)
     out = attend(q, k, v, options, group_name=context.group_name, return_lse=False, refusal=refusal)
     assert isinstance(out, Tensor), "no lse was asked for"
     return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])

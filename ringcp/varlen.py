@@ -30,6 +30,7 @@ def attention_varlen(
     ulysses_degree: int | None = None,
     gather_memory: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     kernel: str = "auto",
     sinks: Tensor | None = None,
     return_lse: bool = False,
@@ -45,7 +46,7 @@ def attention_varlen(
         q: (T_local, Hq, D), this rank's tokens of the packed row; k: (T_local, Hkv, D); v: (T_local, Hkv, Dv).
         cu_seqlens: (documents + 1,) cumulative lengths of the *whole* packed row, from 0 on; the same on every rank.
         mask: which positions of a document attend to which, such as ``Causal()``; None is all of them.
-        mesh, layout, seq_len, mode, ulysses_degree, gather_memory, scale, kernel, sinks, return_lse, agree,
+        mesh, layout, seq_len, mode, ulysses_degree, gather_memory, scale, softcap, kernel, sinks, return_lse, agree,
             timeout: as in `ringcp.attention`.
 
     Returns:
@@ -64,12 +65,12 @@ def attention_varlen(
     options = Options(
         mask=mask,
         layout=layout,
-        kv_layout=None,
         seq_len=seq_len,
         mode=mode,
         ulysses_degree=degree_in(mesh, ulysses_degree),
         gather_memory=gather_memory,
         scale=scale,
+        softcap=softcap,
         kernel=kernel,
         sinks=sinks,
         agree=agree,

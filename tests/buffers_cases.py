@@ -162,10 +162,11 @@ def refusals(mesh):
     yield argument, r"^mask: .*not called; write ringcp.Causal\(", {"mask": ringcp.Causal}
     yield argument, r"^mask: expected a ringcp mask or None, got a tensor", {"mask": torch.ones(9, 9)}
     yield argument, "^timeout: expected seconds above 0", {"timeout": -1}
-    yield unsupported, "^mode: expected one of .*, got 'ulysses'", {"mode": "ulysses"}
+    yield unsupported, "^mode: expected one of .*, got 'spiral'", {"mode": "spiral"}
     yield unsupported, "^kernel='fast': expected one of", {"kernel": "fast"}
     yield unsupported, "^agree: expected one of .*, got 'never'", {"agree": "never"}
-    yield unsupported, "^ulysses_degree: expected None, got 2; leave it out", {"ulysses_degree": 2}
+    yield argument, "^ulysses_degree: expected a divisor of . ranks, got 7; choose one", {"ulysses_degree": 7}
+    yield argument, "^ulysses_degree: expected a number of ranks of at least 1 or None, got 0", {"ulysses_degree": 0}
 
 
 # What one rank does otherwise, and what the error must say of it.

@@ -507,7 +507,7 @@ def refuse_options(mesh):
     for options, error, words in OPTIONS.values():
         with pytest.raises(error, match=words):
             parallelize_module(Attend(), mesh, ringcp.ContextParallel(**options))
-    with pytest.raises(ringcp.LayoutError, match="expected a 1-D DeviceMesh"):
+    with pytest.raises(ringcp.LayoutError, match="expected a 1-D or 2-D DeviceMesh"):
         ringcp.ContextParallel()._apply(Attend(), None)
     module = parallelize_module(Attend(), mesh, ringcp.ContextParallel())
     for again in (module, copy.deepcopy(module)):

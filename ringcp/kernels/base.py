@@ -22,6 +22,7 @@ class Problem:
 
     needs_band: whether calls may have two edges, or one that is not causal.
     needs_lse_grad: whether a gradient through the lse may come.
+    softcap: scaled scores become ``softcap * tanh(score / softcap)`` before they are masked; None leaves them.
     deterministic: whether a kernel whose bits vary from run to run must refuse; by default, what torch was told.
     """
 
@@ -35,11 +36,19 @@ class Problem:
     needs_band: bool
     needs_grad: bool
     needs_lse_grad: bool
+    softcap: float | None = None
     deterministic: bool = field(default_factory=_must_be_deterministic)
 
 
 def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, needs_band: bool, needs_grad: bool, needs_lse_grad: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None,
+    needs_band: bool,
+    needs_grad: bool,
+    needs_lse_grad: bool,
 ) -> Problem:
     """The problem that these tensors pose."""
     return Problem(
@@ -53,6 +62,7 @@ def problem_of(
         needs_band=needs_band,
         needs_grad=needs_grad,
         needs_lse_grad=needs_lse_grad,
+        softcap=softcap,
     )
 
 
@@ -74,7 +84,9 @@ class Kernel(Protocol):
         """Every reason why it cannot do `problem` (``"head_dim 264 > 256"``); empty when it can."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """out (B, Hq, M, Dv) in q's dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64 inputs)."""
         ...
 
@@ -90,12 +102,13 @@ class Kernel(Protocol):
         *,
         form: Form,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of these pairs, in the inputs' dtype.
 
-        `out` and `lse` are the *final* ones, merged over all calls of the rows: with P = exp(scale q k^T - lse) and
-        delta = rowsum(dout * out) - dlse, dS = P * (dout v^T - delta). Rows that attend to nothing anywhere have
-        lse = +inf here, which makes P zero.
+        `out` and `lse` are the *final* ones, merged over all calls of the rows: with S = scale q k^T, capped if need
+        be, P = exp(S - lse) and delta = rowsum(dout * out) - dlse, dS = P * (dout v^T - delta). Rows that attend to
+        nothing anywhere have lse = +inf here, which makes P zero.
         """
         ...
 

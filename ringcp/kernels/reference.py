@@ -32,9 +32,11 @@ class Reference:
         return [] if problem.dtype in known else [f"dtype {word(problem.dtype)} is not {' or '.join(map(word, known))}"]
 
     @torch.no_grad()
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         q_BHRD, k_BHND, v_BHNE = _grouped(q, k.shape[1]), _wide(k), _wide(v)
-        scores_BHRN = _scores(q_BHRD, k_BHND, q.shape[2], form, scale)
+        scores_BHRN, _ = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap)
         lse_BHR = scores_BHRN.logsumexp(-1)
         out_BHRE = (scores_BHRN - lse_BHR.unsqueeze(-1)).exp() @ v_BHNE
         return _ungrouped(out_BHRE, q).to(q.dtype), lse_BHR.reshape(q.shape[:3])
@@ -52,27 +54,37 @@ class Reference:
         *,
         form: Form,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_BHRD, k_BHND, v_BHNE = _grouped(q, k.shape[1]), _wide(k), _wide(v)
         dout_BHRE, out_BHRE = _grouped(dout, k.shape[1]), _grouped(out, k.shape[1])
-        scores_BHRN = _scores(q_BHRD, k_BHND, q.shape[2], form, scale)
+        scores_BHRN, slope_BHRN = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap)
         probs_BHRN = (scores_BHRN - lse.reshape(scores_BHRN.shape[:-1]).unsqueeze(-1)).exp()
         delta_BHR = (dout_BHRE * out_BHRE).sum(-1)
         if dlse is not None:
             delta_BHR = delta_BHR - dlse.reshape(delta_BHR.shape)
         dscores_BHRN = probs_BHRN * (dout_BHRE @ v_BHNE.mT - delta_BHR.unsqueeze(-1)) * scale
+        if slope_BHRN is not None:
+            dscores_BHRN *= slope_BHRN
         dq_BHRD = dscores_BHRN @ k_BHND
         dk_BHND = dscores_BHRN.mT @ q_BHRD
         dv_BHNE = probs_BHRN.mT @ dout_BHRE
         return _ungrouped(dq_BHRD, q).to(q.dtype), dk_BHND.to(k.dtype), dv_BHNE.to(v.dtype)
 
 
-def _scores(q_BHRD: Tensor, k_BHND: Tensor, m: int, form: Form, scale: float) -> Tensor:
-    scores_BHRN = q_BHRD @ k_BHND.mT * scale
+def _scores(
+    q_BHRD: Tensor, k_BHND: Tensor, m: int, form: Form, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """The scores, -inf where nothing attends; and with a softcap how much of a change of theirs it lets through."""
+    scores_BHRN, slope_BHRN = q_BHRD @ k_BHND.mT * scale, None
+    if softcap is not None:
+        tanh_BHRN = (scores_BHRN / softcap).tanh_()
+        # Before masking: at -inf it would be 1 - inf.
+        scores_BHRN, slope_BHRN = tanh_BHRN * softcap, 1 - tanh_BHRN.square()
     if form != Form():
         mask_MN = allowed(m, k_BHND.shape[2], form, q_BHRD.device)
         scores_BHRN.unflatten(2, (-1, m)).masked_fill_(~mask_MN, float("-inf"))
-    return scores_BHRN
+    return scores_BHRN, slope_BHRN
 
 
 def _wide(x: Tensor) -> Tensor:

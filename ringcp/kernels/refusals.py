@@ -20,9 +20,16 @@ def word(dtype: torch.dtype) -> str:
 
 
 def shared(
-    problem: Problem, caps: Caps, *, device: str, dtypes: Sequence[torch.dtype], max_dim: int | None, multiple: int
+    problem: Problem,
+    caps: Caps,
+    *,
+    device: str,
+    dtypes: Sequence[torch.dtype],
+    max_dim: int | None,
+    multiple: int,
+    softcap: bool = False,
 ) -> list[str]:
-    """Refusals by device type, dtype, bands and head dims."""
+    """Refusals by device type, dtype, bands, softcap and head dims."""
     reasons = []
     if problem.device.type != device:
         reasons.append(f"device {problem.device.type} is not {device}")
@@ -32,6 +39,8 @@ def shared(
         reasons.append(f"scale {problem.scale:g} <= 0, which turns masked scores of -inf around")
     if problem.needs_band and caps.band == "none":
         reasons.append("cannot mask a window or another band")
+    if problem.softcap is not None and not softcap:
+        reasons.append("no softcap")
     if max_dim is not None:
         reasons += _head_dims(problem, max_dim, multiple)
     return reasons

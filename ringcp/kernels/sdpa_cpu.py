@@ -38,7 +38,10 @@ class SdpaFlashCpu:
         dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         return refusals.shared(problem, self.caps, device="cpu", dtypes=dtypes, max_dim=None, multiple=1)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert softcap is None, "refused"
         value_dim = v.shape[-1]
         width = max(q.shape[-1], value_dim)
         q_BHMW, k_BHNW, v_BHNW = (unit_stride(padded(x, width)) for x in (q, k, v))
@@ -58,7 +61,9 @@ class SdpaFlashCpu:
         *,
         form: Form,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert softcap is None, "refused"
         dim, value_dim = q.shape[-1], v.shape[-1]
         width = shared_width(dim, value_dim, dlse, q.dtype, multiple=1)
         q_BHMW, k_BHNW, v_BHNW = (unit_stride(padded(x, width)) for x in (q, k, v))

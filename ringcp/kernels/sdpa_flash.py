@@ -46,7 +46,10 @@ class SdpaFlash:
             reasons.append(f"{active} is active in place of FA2: restore_flash_attention_impl() brings that back")
         return reasons + refusals.cuda_build(problem, back_end="flash")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert softcap is None, "refused"
         value_dim = v.shape[-1]
         width = shared_width(q.shape[-1], value_dim, None, q.dtype)
         q_BMHW, k_BNHW, v_BNHW = (_rows_first(x, width) for x in (q, k, v))
@@ -74,7 +77,9 @@ class SdpaFlash:
         *,
         form: Form,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert softcap is None, "refused"
         dim, value_dim = q.shape[-1], v.shape[-1]
         width = shared_width(dim, value_dim, dlse, q.dtype)
         q_BMHW, k_BNHW, v_BNHW = (_rows_first(x, width) for x in (q, k, v))

@@ -17,6 +17,7 @@ from ringcp.checks import (
     mask_problem,
     refuse_create_graph,
     scale_problem,
+    softcap_problem,
 )
 from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
 from ringcp.executor import drive_all
@@ -25,9 +26,10 @@ from ringcp.kernels.registry import choose
 from ringcp.layout import Layout, layout_named
 from ringcp.mask import Full, Mask
 from ringcp.modes import resolve_mode
-from ringcp.options import as_sdpa_casts
+from ringcp.options import as_sdpa_casts, sinks_problem
 from ringcp.runs import Run, gather_of, make_run
 from ringcp.schedule import Heads
+from ringcp.sinks import fold_sinks
 from ringcp.transport import InProcess
 
 
@@ -45,14 +47,16 @@ def in_process(
     gather_memory: int | None = None,
     kernel: str = "auto",
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over whole tensors, computed as `world_size` ranks would: same schedule, kernels, merges and messages.
 
     Args:
         q: (B, Hq, S, D); k: (B, Hkv, S, D); v: (B, Hkv, S, Dv): the whole sequence, on a CPU or one GPU.
-        world_size, mask, layout, kv_layout, mode, ulysses_degree, gather_memory, kernel, scale, return_lse: as in
-            `ringcp.attention`.
+        world_size, mask, layout, kv_layout, mode, ulysses_degree, gather_memory, kernel, scale, softcap, sinks,
+            return_lse: as in `ringcp.attention`.
 
     Returns:
         out (B, Hq, S, Dv) in the order of the sequence, and with `return_lse` lse (B, Hq, S). Differentiable once.
@@ -65,7 +69,7 @@ def in_process(
     q, k, v = as_sdpa_casts(q, k, v)
     cross = kv_layout is not None
     check_tensors(q, k, v, cross)
-    wrong = mask_problem(mask) or scale_problem(scale)
+    wrong = mask_problem(mask) or scale_problem(scale) or softcap_problem(softcap) or sinks_problem(q, sinks)
     if wrong:
         raise ArgumentError(wrong)
     full = Full() if mask is None else mask
@@ -78,21 +82,23 @@ def in_process(
     )
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     factor = default_scale(q) if scale is None else scale
-    chosen_kernel = choose(kernel, problem_of(q, k, v, factor, full.needs_band, needs_grad, needs_grad and return_lse))
+    needs_lse = return_lse or sinks is not None
+    needs = full.needs_band, needs_grad, needs_grad and needs_lse
+    chosen_kernel = choose(kernel, problem_of(q, k, v, factor, softcap, *needs))
 
     gather = gather_of(k, v, k.shape[2], gather_memory)
 
     def runs() -> list[Run]:
         transport = InProcess()
-        other = k_layout if cross else None
+        call = chosen, q_layout, k_layout if cross else None, full, heads
         return [
-            make_run(
-                chosen, q_layout, other, full, heads, rank, chosen_kernel, factor, transport.endpoint(rank), gather
-            )
+            make_run(*call, rank, chosen_kernel, factor, transport.endpoint(rank), gather, softcap=softcap)
             for rank in range(world_size)
         ]
 
     out, lse = _InProcess.apply(q, k, v, q_layout, k_layout, runs)
+    if sinks is not None:
+        out, lse = fold_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 

@@ -9,7 +9,13 @@ from ringcp.mask import Mask
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the whole sequence by its definition: fp64, every mask written out, differentiable by autograd.
 
@@ -18,6 +24,7 @@ def reference_attention(
         mask: a ringcp mask, a bool tensor that broadcasts to (B, Hq, S, S) with True where a query attends, or None for
             full.
         scale: factor on the scores; None is ``D ** -0.5``.
+        softcap: C of ``C * tanh(score / C)``, on the scaled scores, before they are masked; None leaves them.
 
     Returns:
         out (B, Hq, S, Dv) and lse (B, Hq, S), fp64. Rows that attend to nothing have out 0 and lse -inf.
@@ -26,6 +33,8 @@ def reference_attention(
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         allowed = torch.ones((), dtype=torch.bool, device=q.device)
     elif isinstance(mask, Mask):
