@@ -1,4 +1,4 @@
-"""Every mode against the definition of attention in fp64: out, lse, dq, dk and dv, each on its own and on every rank."""
+"""Every mode against the definition of attention, in fp64: out, lse, dq, dk, dv, each on its own and on every rank."""
 
 import itertools
 import random
