@@ -15,6 +15,9 @@ from ringcp.checks import mask_problem, shown
 from ringcp.errors import ArgumentError
 from ringcp.grouped import grouped
 from ringcp.groups import GRID, neighbours
+from ringcp.kernels.registry import KERNELS
+from ringcp.layout import Contiguous
+from ringcp.lower import plan
 from ringcp.mask import Full, Mask
 from ringcp.modes import (
     Choice,
@@ -30,8 +33,11 @@ from ringcp.modes import (
     replicates,
     usp_bytes,
 )
-from ringcp.schedule import Schedule, build
+from ringcp.schedule import Heads, Schedule, build
 from ringcp.topology import ring
+
+# In fp64, products of matrices with fewer rows depend on the number of heads.
+_FEW_ROWS = 64
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -290,11 +296,26 @@ def _same_bits(
         return everything
     if device_type != "cpu":
         return ()
-    single = dtype in (torch.float32, torch.bfloat16)
-    if mode == "ulysses" and (single or (dtype == torch.float64 and seq_len >= 64)):
+    if mode == "ulysses" and _alone_as_together(mask, seq_len, weight, dtype):
         # Whole heads give the same bits alone; the parts of a replicated head's gradients are added afterwards.
         whole = not replicates(head_shares(weight.q_heads, weight.kv_heads, world_size))
         return everything if whole else everything[:3]
+    single = dtype in (torch.float32, torch.bfloat16)
     if mode == "gather" and mask == Full() and single and seq_len in (1024, 2048, 4096):
         return ("out", "dq")  # only where the kernel's blocks of queries fall alike
     return ()
+
+
+def _alone_as_together(mask: Mask, seq_len: int, weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether the CPU's flash kernel gives a head the same bits alone as among others."""
+    if dtype == torch.float16:
+        return False  # not measured
+    # The products of matrices depend on how their operands are aligned, but for bf16, which is packed first.
+    if dtype != torch.bfloat16 and weight.head_dim * dtype.itemsize % 16:
+        return False
+    whole = plan(Contiguous(seq_len, 1), mask, ring(1), 0, Heads(1, 1), KERNELS["sdpa_flash_cpu"].caps)
+    calls = [call for step in whole.forward.steps for call in step.calls]
+    if any(not call.fresh for call in calls):
+        return False  # merging computes the last elements of a tensor otherwise than those before
+    small = any(min(b - a for a, b in (call.q, call.k)) < _FEW_ROWS for call in calls)
+    return dtype != torch.float64 or not small

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import ringcp
-from ringcp.layout import layout_named
+from ringcp.layout import Layout, layout_named
 from ringcp.mask import Mask
-from ringcp.testing import assert_close, reference_attention
+from ringcp.testing import assert_close, in_process, reference_attention
 
 
 class Shape(NamedTuple):
@@ -33,6 +33,16 @@ HEADS = {
     "wide_v": Shape(1, 4, 2, 5, 7),
     "narrow_v": Shape(2, 3, 3, 7, 4),
 }
+
+# Head counts that no number of ranks divides, and fewer heads than ranks.
+UNEVEN = {
+    "28_4": Shape(1, 28, 4, 5, 5),
+    "40_8": Shape(1, 40, 8, 4, 6),
+    "12_3": Shape(2, 12, 3, 5, 5),
+    "3_3": Shape(2, 3, 3, 6, 5),
+    "7_1": Shape(1, 7, 1, 5, 5),
+}
+SHAPES = HEADS | UNEVEN
 
 MASKS = {
     "full": None,
@@ -114,6 +124,15 @@ ALLOWED_OF: dict[str, Callable[[Tensor, Tensor, int, int], Tensor]] = {
 
 LAYOUTS = ("contiguous", "head_tail", "striped")
 
+
+def layout_of(case: "Case", world_size: int) -> Layout:
+    """The layout of a case, by its name; "balanced" by the case's mask."""
+    if case.layout != "balanced":
+        return layout_named(case.layout, case.seq_len, world_size)
+    mask = mask_of(case)
+    return ringcp.Balanced(case.seq_len, world_size, ringcp.Full() if mask is None else mask)
+
+
 # gaussian, then what training sees: a channel far above the others, tokens that repeat, one key that takes all, and
 # ranks whose scores lie near -300, 0 and +300.
 INPUTS = ("gaussian", "outlier_channel", "repeated_tokens", "dominating_key", "far_scores")
@@ -136,6 +155,14 @@ class Case(NamedTuple):
     strides: str = "dense"
     upstream: str = "both"
     kernel: str = "auto"
+    mode: str = "ring"
+    degree: int | None = None
+    gather_memory: int | None = None
+
+    @property
+    def way(self) -> dict[str, object]:
+        """How queries meet keys, as keywords."""
+        return {"mode": self.mode, "ulysses_degree": self.degree, "gather_memory": self.gather_memory}
 
 
 class Tensors(NamedTuple):
@@ -171,9 +198,10 @@ def matrix(world_size: int) -> Iterator[Case]:
 
 
 def whole(case: Case, world_size: int, dtype: torch.dtype = torch.float64) -> Tensors:
-    """The tensors of the whole sequence, the same wherever they are made."""
-    shape, seq_len = HEADS[case.heads], case.seq_len
-    generator = torch.Generator().manual_seed(zlib.crc32(repr((case, world_size)).encode()))
+    """The tensors of the whole sequence, the same wherever they are made, and in every mode."""
+    shape, seq_len = SHAPES[case.heads], case.seq_len
+    number = zlib.crc32(repr((case[: Case._fields.index("mode")], world_size)).encode())
+    generator = torch.Generator().manual_seed(number)
 
     def normal(heads: int, *last: int) -> Tensor:
         x = torch.randn(shape.batch, heads, seq_len, *last, generator=generator, dtype=torch.float64)
@@ -196,7 +224,7 @@ def whole(case: Case, world_size: int, dtype: torch.dtype = torch.float64) -> Te
         k = k * torch.ones(seq_len, 1).index_fill_(0, torch.tensor(seq_len // 3), 15.0)
     elif case.inputs == "far_scores":
         # Half in q, half in k: with all of it in k, dq is a difference of numbers near 1000, and fp64 is short.
-        layout, root = layout_named(case.layout, seq_len, world_size), 300.0**0.5
+        layout, root = layout_of(case, world_size), 300.0**0.5
         offset = torch.cat([torch.full((layout.local_len(r),), (r % 3 - 1) * root) for r in range(world_size)])
         order = torch.cat([layout.positions(r) for r in range(world_size)])
         aimed = torch.zeros(shape.head_dim).index_fill_(0, torch.tensor(0), 1.0)
@@ -239,7 +267,7 @@ def differentiated(case: Case, tensors: Tensors, attend: Callable[..., object]) 
 def mask_of(case: Case) -> Mask | None:
     """The mask of a case, by its name."""
     if case.mask in MASKS_OF:
-        return MASKS_OF[case.mask](case.seq_len, HEADS[case.heads].batch)
+        return MASKS_OF[case.mask](case.seq_len, SHAPES[case.heads].batch)
     return MASKS[case.mask]
 
 
@@ -265,6 +293,16 @@ def expected(case: Case, tensors: Tensors) -> dict[str, Tensor]:
     return differentiated(case, Tensors(*(x.double() for x in tensors)), attend)
 
 
+def in_process_case(case: Case, world_size: int, tensors: Tensors) -> dict[str, Tensor]:
+    """The results of `in_process` on whole tensors."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> object:
+        options = {"mask": mask_of(case), "layout": layout_of(case, world_size), "kernel": case.kernel}
+        return in_process(q, k, v, world_size=world_size, return_lse=return_lse, **options, **case.way)
+
+    return differentiated(case, tensors, attend)
+
+
 def differences(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
     """Every result that is off, each held against its own bound: text, so that one rank's does not stop its peers."""
     found = []
@@ -277,18 +315,23 @@ def differences(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor]
     return found
 
 
+def rank_in(mesh) -> int:
+    """This rank's number in a mesh of one or two dims."""
+    return mesh.mesh.flatten().tolist().index(mesh.get_rank())
+
+
 def run_case(mesh, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """This rank's results of `ringcp.attention`, and its shards of what they must be."""
-    rank, world_size = mesh.get_local_rank(), mesh.size()
-    layout = layout_named(case.layout, case.seq_len, world_size)
+    rank, world_size = rank_in(mesh), mesh.size()
+    layout = layout_of(case, world_size)
     tensors = whole(case, world_size)
     local = Tensors(*(restride(layout.shard(x, rank, 2), case.strides) for x in tensors))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> object:
         # Odd lengths come with a layout that knows them, even ones with its name, for the vote to find out.
-        given = layout if case.seq_len % 2 else case.layout
-        mask, kernel = mask_of(case), case.kernel
-        return ringcp.attention(q, k, v, mesh=mesh, mask=mask, layout=given, kernel=kernel, return_lse=return_lse)
+        given = layout if case.seq_len % 2 or case.layout not in LAYOUTS else case.layout
+        options = {"mask": mask_of(case), "layout": given, "kernel": case.kernel, "return_lse": return_lse}
+        return ringcp.attention(q, k, v, mesh=mesh, **options, **case.way)
 
     got = differentiated(case, local, attend)
     return got, {name: layout.shard(x, rank, 2) for name, x in expected(case, tensors).items()}
@@ -298,7 +341,7 @@ def check_cases(mesh, cases: list[Case]) -> list[str]:
     """Runs the cases on this rank and says what is off."""
     found = []
     for case in cases:
-        found += differences(f"rank {mesh.get_local_rank()} of {mesh.size()}, {case}", *run_case(mesh, case))
+        found += differences(f"rank {rank_in(mesh)} of {mesh.size()}, {case}", *run_case(mesh, case))
     return found
 
 

@@ -21,6 +21,9 @@ from ringcp.kernels.operands import additive_mask, padded, shared_width, unit_st
 from ringcp.lower import Caps
 
 _aten = torch.ops.aten
+# With rows of any width, the bits of a head's results depend on how many heads it is among: a product whose operands
+# start at a multiple of 16 bytes is computed in another order than one whose operands do not.
+_ALIGNED = 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class SdpaFlashCpu:
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert softcap is None, "refused"
         dim, value_dim = q.shape[-1], v.shape[-1]
-        width = shared_width(dim, value_dim, dlse, q.dtype, multiple=1)
+        width = shared_width(dim, value_dim, dlse, q.dtype, multiple=1 if dlse is None else _ALIGNED)
         q_BHMW, k_BHNW, v_BHNW = (unit_stride(padded(x, width)) for x in (q, k, v))
         dout_BHMW, out_BHMW = (unit_stride(x) for x in with_lse_grad(dout, out, dlse, width, q.dtype))
         is_causal, mask_MN = _mask(q, k, form)
