@@ -186,7 +186,7 @@ def refused_buffers(mesh):
         ),
         (torch.zeros(SEQ_LEN + 1), ringcp.LayoutError, "like Joint(3, HeadTail(11, 2)), got 12; cut"),
         (
-            torch.cat([torch.arange(NUM), torch.arange(SEQ_LEN) % 7]),
+            packed,
             ringcp.ArgumentError,
             "looks like the position ids of packed documents",
         ),
