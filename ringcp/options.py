@@ -102,12 +102,12 @@ def option_problem(
     """Which option is not even of the right type; empty if all are."""
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt))):
         return f"seq_len: expected an integer or None, got {seq_len!r}; give the length of the whole sequence"
-    for name, what, number, fix in (
-        ("ulysses_degree", "a number of ranks", ulysses_degree, "give an int, and none with a 2-D mesh"),
-        ("gather_memory", "a number of bytes", gather_memory, "give an int"),
+    for name, what, number in (
+        ("ulysses_degree", "a number of ranks", ulysses_degree),
+        ("gather_memory", "a number of bytes", gather_memory),
     ):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            return f"{name}: expected {what} of at least 1 or None, got {shown(number)}; {fix}"
+            return f"{name}: expected {what} of at least 1 or None, got {shown(number)}; give an int"
     if timeout is not None:
         seconds = seconds_of(timeout)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < _MAX_SECONDS:
@@ -125,7 +125,7 @@ def degree_in(mesh: DeviceMesh, given: int | None) -> Any:
     """How many ranks exchange heads, as a 2-D mesh says it, or else as given; a text if the two contradict."""
     if mesh.ndim != 2 or given == mesh.size(1):
         return given if mesh.ndim != 2 else mesh.size(1)
-    return mesh.size(1) if given is None else f"{shown(given)}, where mesh has {mesh.size(1)} ranks in its second dim"
+    return mesh.size(1) if given is None else f"{shown(given)} (and mesh has {mesh.size(1)} ranks in its second dim)"
 
 
 def seconds_of(timeout: Any) -> Any:
