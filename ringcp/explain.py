@@ -15,9 +15,6 @@ from ringcp.band import union
 from ringcp.checks import mask_problem, shown
 from ringcp.errors import ArgumentError
 from ringcp.grouped import grouped
-from ringcp.kernels.registry import KERNELS
-from ringcp.layout import Contiguous
-from ringcp.lower import plan
 from ringcp.mask import Full, Mask
 from ringcp.modes import (
     Choice,
@@ -34,7 +31,7 @@ from ringcp.modes import (
     usp_bytes,
 )
 from ringcp.modes import ranks_per_node as neighbours
-from ringcp.schedule import Heads, Schedule, build
+from ringcp.schedule import Schedule, build
 from ringcp.topology import ring
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -302,13 +299,7 @@ def _same_bits(
     if device_type != "cpu":
         return ()
     single = dtype in (torch.float32, torch.bfloat16)
-    # The calls of one process are those of a rank that has all tokens of some heads. What several of them give for a
-    # row is merged, and an exponential has other bits where a vector ends: no number of heads is like another there.
-    caps = KERNELS["sdpa_flash_cpu"].caps
-    steps = plan(Contiguous(seq_len, 1), mask, ring(1), 0, Heads(weight.q_heads, weight.kv_heads), caps).forward.steps
-    calls = [call for step in steps for call in step.calls]
-    long = all(call.q[1] - call.q[0] >= 64 for call in calls)
-    if mode == "ulysses" and all(call.fresh for call in calls) and (single or (dtype == torch.float64 and long)):
+    if mode == "ulysses" and (single or (dtype == torch.float64 and seq_len >= 64)):
         # Whole heads give the same bits alone; the parts of a replicated head's gradients are added afterwards.
         whole = not replicates(head_shares(weight.q_heads, weight.kv_heads, world_size))
         return everything if whole else everything[:3]
