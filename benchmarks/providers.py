@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringcp
 from benchmarks.cases import Case, document_lengths, parse_mask
-from ringcp.explain import ranks_per_node_of
+from ringcp.groups import neighbours
 from ringcp.layout import layout_named
 from ringcp.modes import MODES, choose_mode
 
@@ -95,7 +95,7 @@ def _meant(setting: Setting, mask: ringcp.Mask) -> str:
         kv_heads=case.kv_heads,
         seq_len=case.seq_len,
         world_size=mesh.size(),
-        ranks_per_node=ranks_per_node_of(mesh),
+        ranks_per_node=neighbours(mesh.mesh.flatten().tolist()),
         mask=mask,
         device_type=mesh.device_type,
     )

@@ -1,8 +1,7 @@
 """ringcp: exact attention over one long sequence that is split over the ranks of a mesh."""
 
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringcp.attention import attention
 from ringcp.balance import Balanced
@@ -27,6 +26,7 @@ from ringcp.varlen import attention_varlen
 
 if TYPE_CHECKING:
     from ringcp import testing as testing
+    from ringcp.module import ContextParallel
 
 __version__ = "0.1.0"
 
@@ -36,6 +36,7 @@ __all__ = [
     "Balanced",
     "Causal",
     "Chunked",
+    "ContextParallel",
     "Contiguous",
     "Documents",
     "Full",
@@ -68,8 +69,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    # Needed by tests only, and not imported before.
+def __getattr__(name: str) -> Any:
+    # Not imported before: needed by tests only, and by way of torch's DTensor, which takes a while.
     if name == "testing":
         return import_module("ringcp.testing")
+    if name == "ContextParallel":
+        return import_module("ringcp.module").ContextParallel
     raise AttributeError(f"module 'ringcp' has no attribute {name!r}")

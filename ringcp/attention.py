@@ -137,7 +137,7 @@ def attend(
     q, k, v = as_sdpa_casts(q, k, v)
     sinks = options.sinks
     needs_lse = return_lse or sinks is not None
-    if options.joint:
+    if refusal is None and options.joint and q.ndim == k.ndim == v.ndim == 4:  # of other dims, the op refuses them
         out, lse = joint_attention(q, k, v, options, group_name)
     else:
         out, lse = call_op(q, k, v, options, group_name, needs_lse, refused="" if refusal is None else refusal[1])

@@ -199,8 +199,8 @@ def layout_problem(layout: object, argument: str = "layout") -> str:
     names = ", ".join(LAYOUT_NAMES)
     if layout == "balanced":
         return (
-            f"{argument}: expected a Layout or one of {names}, got 'balanced', which needs a mask to balance by; pass "
-            f"{argument}=ringcp.Balanced(seq_len, mesh.size(), mask)"
+            f"{argument}: expected a Layout or one of {names}, got 'balanced', which needs the mask to balance by; "
+            f"pass {argument}=ringcp.Balanced(seq_len, mesh.size(), mask)"
         )
     return f"{argument}: expected a Layout or one of {names}, got {shown(layout)}; choose one of these"
 

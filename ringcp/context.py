@@ -26,6 +26,7 @@ from ringcp.kernels.registry import check_kernel_name
 from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
 from ringcp.mask import Mask
 from ringcp.options import degree_in, option_problem, seconds_of
+from ringcp.rotate import rotate_mode
 from ringcp.saving import saving_shards
 from ringcp.sdpa import Context, make_context
 from ringcp.sharding import unshard, vote
@@ -72,10 +73,10 @@ def context_parallel(
         mesh: a 1-D `DeviceMesh`, such as ``mesh["cp"]`` of a larger one, or a 2-D one, ``mesh["cp", "sp"]``.
         buffers: tensors whose rows belong to tokens: ids, labels, positions, rope tables, masks of the loss. Any dtype
             and strides, overlapping views too. A tensor that is computed from one that needs a gradient is no buffer:
-            use `ringcp.shard`.
+            use `ringcp.shard`. With a `Joint` layout, as long as it (replicated tokens first) or as its `rest`.
         buffer_seq_dims: the sequence dim of each buffer; negative ones count from the end.
         no_restore_buffers: those of `buffers` that remain shards after the body.
-        mode, ulysses_degree, gather_memory: as in `ringcp.attention`.
+        mode, ulysses_degree, gather_memory: as in `ringcp.attention`; "auto" is first what `set_rotate_method` says.
         layout: which rank owns which tokens: a `Layout` or a name. "auto" is what `make_layout` makes of `mask` if
             there are a mask and buffers to say how long the sequence is, otherwise head-tail.
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
@@ -108,16 +109,19 @@ def context_parallel(
     refusal: RingcpError | None = None
     try:
         degree = degree_in(mesh, ulysses_degree)
-        _check_options(mode, layout, mask, kernel, degree, gather_memory, agree, timeout, state.world_size)
+        mode = _mode_of_rotation(degree) if mode == "auto" else mode
+        check_options(mode, layout, mask, kernel, degree, gather_memory, agree, timeout, state.world_size)
         given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
         layout = _sized(layout, given, mask, state.world_size)
         if mask is None:
-            _check_no_documents(given)
+            _check_no_documents(given, layout)
         seconds = seconds_of(timeout)
         context = make_context(
             mesh, group.group_name, state.rank, layout, mask, mode, degree, gather_memory, kernel, agree, timeout
         )
-        held = [Buffer(*each, layout, group, state, seconds) for each in given] if isinstance(layout, Layout) else []
+        held = []
+        if isinstance(layout, Layout):
+            held = [Buffer(*each, _layout_of(each, layout), group, state, seconds) for each in given]
         words = "; ".join(
             [
                 f"call=context_parallel; layout={layout!r}; mask={mask}; mode={mode}; ulysses_degree={degree}; "
@@ -257,7 +261,13 @@ class _Given(NamedTuple):
         return f"{tuple(self.tensor.shape)} {self.tensor.dtype} along dim {self.dim % self.tensor.ndim}{notes}"
 
 
-def _check_options(
+def _mode_of_rotation(degree: int | None) -> str:
+    """What "auto" means here: what `set_rotate_method` has said, if it has."""
+    mode = rotate_mode() or "auto"
+    return "usp" if mode == "ring" and degree is not None else mode
+
+
+def check_options(
     mode: str,
     layout: Layout | str,
     mask: Mask | None,
@@ -268,6 +278,7 @@ def _check_options(
     timeout: float | timedelta | None,
     world_size: int,
 ) -> None:
+    """Raises an error of ours for the first option that is not one of its words, or does not fit that many ranks."""
     wrong = mask_problem(mask) or option_problem(None, mode, ulysses_degree, gather_memory, kernel, agree, timeout)
     if wrong:
         raise ArgumentError(wrong)
@@ -345,13 +356,16 @@ def _check_buffer(x: object, dim: object, name: str, restore: bool) -> None:
         )
 
 
-def _check_no_documents(given: Sequence[_Given]) -> None:
+def _check_no_documents(given: Sequence[_Given], layout: Layout | str) -> None:
     """Refuse position ids that start anew, for which no mask was given: the documents would see each other."""
     for g in given:
         x = g.tensor
         if x.dtype not in (torch.int32, torch.int64) or not x.numel():
             continue
-        if _restarts(x.movedim(g.dim, -1).reshape(-1, g.seq_len)):
+        rows = x.movedim(g.dim, -1).reshape(-1, g.seq_len)
+        if isinstance(layout, Layout):  # behind replicated tokens, the rest may count from 0 again
+            rows = rows[:, _layout_of(g, layout).replicated :]
+        if _restarts(rows):
             raise ArgumentError(
                 f"mask: expected one, since {g.name} looks like the position ids of packed documents (0, 1, 2, ... "
                 "anew in each), got None; pass mask=ringcp.Documents(position_ids=...), or ringcp.Full() if all attend "
@@ -370,16 +384,20 @@ def _restarts(rows: Tensor) -> bool:
 def _sized(layout: Layout | str, given: Sequence[_Given], mask: Mask | None, world_size: int) -> Layout | str:
     """The layout with its length, from the buffers if there are any."""
     if isinstance(layout, Layout):
-        seq_len, like = layout.seq_len, repr(layout)
+        expected, like = f"{layout.seq_len} tokens", repr(layout)
+        lengths = {layout.seq_len, layout.rest.seq_len}
+        if layout.replicated:
+            expected += f", or the {layout.rest.seq_len} that are not on every rank,"
     elif given:
         seq_len = Counter(g.seq_len for g in given).most_common(1)[0][0]
         like = next(g.name for g in given if g.seq_len == seq_len)
+        expected, lengths = f"{seq_len} tokens", {seq_len}
     else:
         return "head_tail" if layout == "auto" else layout
     for g in given:
-        if g.seq_len != seq_len:
+        if g.seq_len not in lengths:
             raise LayoutError(
-                f"{g.name}: expected {seq_len} tokens in dim {g.dim}, like {like}, got {g.seq_len}; cut a longer table "
+                f"{g.name}: expected {expected} in dim {g.dim}, like {like}, got {g.seq_len}; cut a longer table "
                 "to the length of the sequence, and what is no part of it with ringcp.shard"
             )
     if isinstance(layout, Layout):
@@ -387,3 +405,8 @@ def _sized(layout: Layout | str, given: Sequence[_Given], mask: Mask | None, wor
     if layout == "auto" and mask is not None:
         return choose_layout(mask, seq_len, world_size)
     return layout_named(layout, seq_len, world_size)
+
+
+def _layout_of(given: _Given, layout: Layout) -> Layout:
+    """Of one buffer: with the replicated tokens in front, or of the rest alone."""
+    return layout if given.seq_len == layout.seq_len else layout.rest

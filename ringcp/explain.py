@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from ringcp.band import union
 from ringcp.checks import mask_problem, shown
 from ringcp.errors import ArgumentError
 from ringcp.grouped import grouped
+from ringcp.groups import GRID, neighbours
 from ringcp.mask import Full, Mask
 from ringcp.modes import (
     Choice,
@@ -30,7 +30,6 @@ from ringcp.modes import (
     replicates,
     usp_bytes,
 )
-from ringcp.modes import ranks_per_node as neighbours
 from ringcp.schedule import Schedule, build
 from ringcp.topology import ring
 
@@ -188,7 +187,7 @@ def _ranks(
             )
         ulysses_degree = axis if ulysses_degree is None else ulysses_degree
         world_size = mesh.size()
-        ranks_per_node = ranks_per_node_of(mesh) if ranks_per_node is None else ranks_per_node
+        ranks_per_node = neighbours(mesh.mesh.flatten().tolist()) if ranks_per_node is None else ranks_per_node
     assert world_size is not None, "one of them is given"
     _check_count("world_size", world_size, 1)
     ranks_per_node = world_size if ranks_per_node is None else ranks_per_node
@@ -214,13 +213,6 @@ def _check_call(q_heads: int, kv_heads: int, seq_len: int, head_dim: int, batch:
         raise ArgumentError(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {shown(dtype)}; choose one")
 
 
-def ranks_per_node_of(mesh: DeviceMesh) -> int:
-    """Neighbours of the mesh's group that share a node, by torchrun's LOCAL_WORLD_SIZE; without it, all of them."""
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return neighbours(ranks, int(local)) if local.isdecimal() and int(local) else len(ranks)
-
-
 def _exchange_axis(mesh: Any) -> int | None:
     """The size of the second axis of a 2-D mesh; None for a 1-D one."""
     if not isinstance(mesh, DeviceMesh):
@@ -229,9 +221,9 @@ def _exchange_axis(mesh: Any) -> int | None:
         )
     if mesh.ndim == 1:
         return None
-    if mesh.ndim != 2 or mesh.mesh_dim_names not in (None, ("cp", "sp")):
+    if mesh.mesh_dim_names != GRID:
         raise ArgumentError(
-            f'mesh: expected a 1-D mesh, or a 2-D one of ("cp", "sp"), got {mesh.ndim} dims '
+            f"mesh: expected a mesh of 1 dim, or of the dims {GRID}, in this order, got {mesh.ndim} dims "
             f'{mesh.mesh_dim_names}; take the slice over which the sequence is split, such as mesh["cp"]'
         )
     return mesh.size(1)
@@ -282,11 +274,11 @@ def _planned(schedule: Schedule) -> Rows:
 
 
 def _needed(schedule: Schedule) -> Sequence[int]:
-    """Of each rank, the rows that this one's queries attend to; of itself none."""
+    """Of each rank, the rows that this one's queries attend to."""
     needed = [0] * schedule.world_size
     for step in schedule.forward:
-        if step.source is not None and step.source != schedule.rank:
-            needed[step.source] = sum(b - a for a, b in union(tile.band.k for tile in step.tiles))
+        assert step.source is not None, "a ring or direct step has one owner"
+        needed[step.source] = sum(b - a for a, b in union(tile.band.k for tile in step.tiles))
     return needed
 
 

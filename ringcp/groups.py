@@ -40,16 +40,11 @@ def group_name_of(mesh: DeviceMesh) -> str:
             f"mesh: expected a 1-D or 2-D DeviceMesh, got {type(mesh).__name__}; make one with "
             "torch.distributed.device_mesh.init_device_mesh, or DeviceMesh.from_group for a process group"
         )
-    if mesh.ndim not in (1, 2):
+    if mesh.ndim != 1 and mesh.mesh_dim_names != GRID:
         raise LayoutError(
-            f"mesh: expected a mesh of 1 or 2 dims, got one of {mesh.ndim} dims {mesh.mesh_dim_names}; "
-            'take the slice over which the sequence is split, such as mesh["cp"] or mesh["cp", "sp"]'
-        )
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 2 and (names[:1] == ("sp",) or names[1:] == ("cp",)):
-        raise LayoutError(
-            f"mesh: expected the ring axis first and the exchange axis last, ('cp', 'sp'), got {names}; "
-            "make the mesh in this order, so that ranks that exchange are neighbours"
+            f"mesh: expected a mesh of 1 dim, or of the dims {GRID}, in this order, got one of {mesh.ndim} dims "
+            f'{mesh.mesh_dim_names}; take the slice over which the sequence is split, such as mesh["cp"], or name its '
+            "ring and its exchange so"
         )
     try:
         return _BETWEEN.join([mesh.get_group(dim).group_name for dim in range(mesh.ndim)])
@@ -60,6 +55,8 @@ def group_name_of(mesh: DeviceMesh) -> str:
         ) from error
 
 
+# The dims of a 2-D mesh: the ring, and the exchange of heads, whose ranks are neighbours.
+GRID = "cp", "sp"
 # Between the names of the groups of a 2-D mesh, the ring's and the exchange's.
 _BETWEEN = "\n"
 _GRID_TAG = (1 << 30) + 2  # beside those of votes
@@ -210,6 +207,12 @@ class GroupState:
             self.broken = f"{type(error).__name__}: {error}"
 
 
+def neighbours(ranks: Sequence[int]) -> int:
+    """How many neighbours among these global ranks share a node, by torchrun's LOCAL_WORLD_SIZE; without it, all."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return ranks_per_node(ranks, int(local)) if local.isdecimal() and int(local) else len(ranks)
+
+
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
 _states_lock = threading.Lock()
 
@@ -220,8 +223,7 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
         state = _states.get(group)
         if state is None:
             rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-            node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
-            per_node = ranks_per_node(dist.get_process_group_ranks(group), node)
+            per_node = neighbours(dist.get_process_group_ranks(group))
             state = _states[group] = GroupState(rank, world_size, _channel(group, rank, world_size), per_node)
         return state
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringcp.layout import Layout
 from ringcp.opcall import NO_OPTIONS, call_op
 from ringcp.options import Options
-from ringcp.replicas import copies, of_all_ranks
+from ringcp.replicas import of_all_ranks, split_copies
 
 
 class _Part(NamedTuple):
@@ -30,27 +30,22 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_nam
     """out and lse of the local rows, without the sinks."""
     kv_layout = options.layout if options.kv_layout is None else options.kv_layout
     num_q, num_k = _replicated(options.layout), _replicated(kv_layout)
-    q_copy, k_copy, v_copy = q[:, :, :num_q], k[:, :, :num_k], v[:, :, :num_k]
-    q_copy, k_copy, v_copy = copies([q_copy, k_copy, v_copy], group_name)
-    q_rest, k_rest, v_rest = q[:, :, num_q:], k[:, :, num_k:], v[:, :, num_k:]
-    rest = options._replace(
-        layout=_rest(options.layout), kv_layout=None if options.kv_layout is None else _rest(options.kv_layout)
-    )
+    q_copy, q_rest, k_copy, k_rest, v_copy, v_rest = split_copies(q, k, v, num_q, num_k, group_name)
     here = NO_OPTIONS._replace(
         layout="contiguous", kv_layout="contiguous", scale=options.scale, kernel=options.kernel, agree="call"
     )
 
-    # First the call that votes.
-    parts = [_Part(*call_op(q_rest, k_rest, v_rest, rest, group_name, needs_lse=True))]
+    # First the call that votes. A joint layout means its rest there.
+    of_rest = _Part(*call_op(q_rest, k_rest, v_rest, options, group_name, needs_lse=True))
+    parts = [of_rest]
     if num_k:
         parts.append(_Part(*call_op(q_rest, k_copy, v_copy, here, "", needs_lse=True)))
     result = _merged(parts)
     if num_q:
         partial = call_op(q_copy, k_rest, v_rest, here, "", needs_lse=True)
         assert isinstance(options.layout, Layout), "a name has no replicated tokens"
-        parts = [
-            _Part(*pair) for pair in zip(*of_all_ranks(*partial, group_name, options.layout.world_size), strict=True)
-        ]
+        partials = of_all_ranks(*partial, of_rest.lse, group_name, options.layout.world_size)
+        parts = [_Part(*pair) for pair in zip(*partials, strict=True)]
         if num_k:
             parts.insert(0, _Part(*call_op(q_copy, k_copy, v_copy, here, "", needs_lse=True)))
         of_copies = _merged(parts)
@@ -60,10 +55,6 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_nam
 
 def _replicated(layout: Layout | str) -> int:
     return layout.replicated if isinstance(layout, Layout) else 0
-
-
-def _rest(layout: Layout | str) -> Layout | str:
-    return layout.rest if isinstance(layout, Layout) else layout
 
 
 def _merged(parts: Sequence[_Part]) -> _Part:

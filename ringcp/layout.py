@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -244,6 +244,19 @@ def joined(given: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+class _FirstOfAlike(torch.autograd.Function):
+    """The first of copies, to the bit; they get equal shares of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *copies: Tensor) -> Tensor:
+        ctx.num_copies = len(copies)
+        return copies[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return (grad / ctx.num_copies,) * ctx.num_copies
+
+
 class _Joint(Layout):
     """See `Joint`."""
 
@@ -277,11 +290,7 @@ class _Joint(Layout):
         return joined([Span(0, self._num), *own])
 
     def _whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        # The first rank's, to the bit; the gradient goes to all copies alike.
-        copies = [part.narrow(dim, 0, self._num) for part in parts]
-        first = copies[0]
-        if any(copy.requires_grad for copy in copies):
-            first = first.detach() + sum((copy - copy.detach()) / len(parts) for copy in copies)
+        first = _FirstOfAlike.apply(*(part.narrow(dim, 0, self._num) for part in parts))
         rests = [part.narrow(dim, self._num, part.shape[dim] - self._num) for part in parts]
         return torch.cat([first, self._rest.unshard(rests, dim)], dim)
 

@@ -236,13 +236,13 @@ def choose_mode(
     1. One rank: ring, which moves nothing.
     2. `ulysses_degree` is given (or the mesh has two axes): 1 is ring, all ranks ulysses, anything between usp.
     3. The mask reaches less far than a rank's share of the tokens, ``seq_len // world_size``: ring, since only the
-       rows that are needed move. A window moves no more rows than it reaches, where even an exchange of as many key
-       as query heads moves about two shares.
+       rows that are needed move. Over contiguous ranks a causal window moves no more rows than it reaches, where even
+       an exchange of as many key as query heads moves about two shares.
     4. One node and heads that fit an exchange of all ranks: ulysses. Each rank computes whole heads in full-size
        calls, and merges nothing.
     5. One node on CUDA, at least 2 key heads: gather, which fetches those of one call during another.
-       MagiAttention's figures on 8 H100 (causal, forward / backward, TFLOP/s): ulysses 602 / 583, gather 602 / 516,
-       ring 422 / 432. Hence also the order of 4 and 5.
+       Read off MagiAttention's charts (8 H100, causal, forward / backward, TFLOP/s): ulysses 602 / 583, gather
+       602 / 516, ring 422 / 432. Hence also the order of 4 and 5.
     6. One node: ring. On 2 gloo ranks torch's head-tail ring had 95 / 99 % of the ideal speed, its gather 91 / 91 %.
     7. Several nodes: usp with the largest exchange of more than one rank that lies inside the nodes (it divides
        `ranks_per_node` and the number of ranks) and that the heads fit; the ring goes across.

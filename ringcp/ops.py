@@ -121,12 +121,10 @@ def attention_op(
             raise refusal
         else:
             lengths, ranks = [own], range(state.rank, state.rank + 1)
-        layout = _sized(layout_spec, known_len, [each.q for each in lengths], state)
-        check_lengths([each.q for each in lengths], layout, ranks, "q" if cross else "q, k, v")
+        layout = _rest(layout_spec, known_len, [each.q for each in lengths], ranks, state, "q" if cross else "q, k, v")
         kv_layout = None
         if kv_layout_spec is not None:
-            kv_layout = _sized(kv_layout_spec, known_kv_len, [each.kv for each in lengths], state)
-            check_lengths([each.kv for each in lengths], kv_layout, ranks, "k, v")
+            kv_layout = _rest(kv_layout_spec, known_kv_len, [each.kv for each in lengths], ranks, state, "k, v")
         check_mask(mask, q, layout, cross)
         context = ambient("context")
         if context is not None:
@@ -179,8 +177,8 @@ def attention_backward_op(
     if 0 in (q.shape[0], q.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     kernel = kernel_at(index)
-    layout = _sized(layout_spec, seq_len, [], state)
-    kv_layout = None if kv_layout_spec is None else _sized(kv_layout_spec, kv_len, [], state)
+    layout = _sized(layout_spec, seq_len, [], state).rest
+    kv_layout = None if kv_layout_spec is None else _sized(kv_layout_spec, kv_len, [], state).rest
     factor = default_scale(q) if scale is None else scale
     used, heads, mask = Choice(MODES[mode], degree, ""), Heads(q.shape[1], k.shape[1]), _decoded_mask(mask_spec)
     transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
@@ -238,6 +236,15 @@ def _sized(spec: Tensor, known: int | None, lengths: Sequence[int], state: Group
     """The layout of a spec, as long as is known or as the local lengths say."""
     code, _, _, *rest = spec.tolist()
     return decode_layout(code, sum(lengths) if known is None else known, state.world_size, *rest)
+
+
+def _rest(
+    spec: Tensor, known: int | None, lengths: Sequence[int], ranks: Sequence[int], state: GroupState, names: str
+) -> Layout:
+    """The layout of the rows that the op is given, with their lengths checked: of a joint one, the rest."""
+    layout = _sized(spec, known, lengths, state)
+    check_lengths([layout.replicated + length for length in lengths], layout, ranks, names)
+    return layout.rest
 
 
 def _decoded_mask(spec: Tensor) -> Mask:

@@ -87,7 +87,20 @@ def refusal_of(q: object, k: object, v: object, options: Options) -> Refusal | N
         return ArgumentError, wrong
     kv_layout = options.kv_layout
     wrong = layout_problem(options.layout) or ("" if kv_layout is None else layout_problem(kv_layout, "kv_layout"))
+    wrong = wrong or _replicated_problem(q, k, v, options)
     return (LayoutError, wrong) if wrong else None
+
+
+def _replicated_problem(q: Any, k: Any, v: Any, options: Options) -> str:
+    """Whether the tokens that every rank has are missing; the lengths of the others are the op's to check."""
+    kv_layout = options.layout if options.kv_layout is None else options.kv_layout
+    for name, x, layout in (("q", q, options.layout), ("k", k, kv_layout), ("v", v, kv_layout)):
+        if isinstance(layout, Layout) and layout.replicated and x.ndim == 4 and x.shape[2] < layout.replicated:
+            return (
+                f"{name}: expected at least the {layout.replicated} tokens that every rank has in {layout!r} in dim 2 "
+                f"of (B, H, S, D), got {x.shape[2]}; put them in front of this rank's rows of the rest"
+            )
+    return ""
 
 
 def option_problem(
@@ -102,6 +115,11 @@ def option_problem(
     """Which option is not even of the right type; empty if all are."""
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt))):
         return f"seq_len: expected an integer or None, got {seq_len!r}; give the length of the whole sequence"
+    if isinstance(ulysses_degree, _Contradiction):
+        return (
+            f"ulysses_degree: expected {ulysses_degree.of_mesh}, the size of the second dim of mesh, or None, got "
+            f"{shown(ulysses_degree.given)}; leave it out"
+        )
     for name, what, number in (
         ("ulysses_degree", "a number of ranks", ulysses_degree),
         ("gather_memory", "a number of bytes", gather_memory),
@@ -121,11 +139,19 @@ def option_problem(
     return ""
 
 
-def degree_in(mesh: DeviceMesh, given: int | None) -> Any:
-    """How many ranks exchange heads, as a 2-D mesh says it, or else as given; a text if the two contradict."""
-    if mesh.ndim != 2 or given == mesh.size(1):
-        return given if mesh.ndim != 2 else mesh.size(1)
-    return mesh.size(1) if given is None else f"{shown(given)} (and mesh has {mesh.size(1)} ranks in its second dim)"
+class _Contradiction(NamedTuple):
+    """A degree that is not the one that a 2-D mesh has."""
+
+    given: object
+    of_mesh: int
+
+
+def degree_in(mesh: Any, given: object) -> Any:
+    """How many ranks exchange heads, as a 2-D mesh says it, or else as given."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        return given
+    degree = mesh.size(1)
+    return degree if given is None or (type(given) is int and given == degree) else _Contradiction(given, degree)
 
 
 def seconds_of(timeout: Any) -> Any:

@@ -137,7 +137,10 @@ def _direct(pairs: Pairs, topology: Topology, rank: int, own: Step, hops: tuple[
 
 def _by_heads(steps: tuple[Step, ...], heads: Heads, *, split: bool) -> tuple[Step, ...]:
     """Tiles that kernels take; `split`: the last step does half the heads of the own block."""
-    done = tuple(replace(step, tiles=for_heads(step.tiles, heads, (0, heads.kv))) for step in steps)
+    if len(heads.runs) == 1:
+        done = steps
+    else:
+        done = tuple(replace(step, tiles=for_heads(step.tiles, heads, (0, heads.kv))) for step in steps)
     if not split or heads.q < 2:
         return done
     kv_cut = heads.kv // 2

@@ -104,9 +104,14 @@ def sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    refusal: Refusal | None = None,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` over the whole sequence of `context`; tensors (..., H, S_local, D)."""
-    refusal = _refusal(context, query, key, value, attn_mask, dropout_p, enable_gqa)
+    """`F.scaled_dot_product_attention` over the whole sequence of `context`; tensors (..., H, S_local, D).
+
+    `refusal` is what the caller already has against the call.
+    """
+    refusal = refusal or _refusal(context, query, key, value, attn_mask, dropout_p, enable_gqa)
     q, k, v = query, key, value
     if refusal is None and query.ndim != 4:
         q, k, v = (_as_BHSD(x) for x in (q, k, v))

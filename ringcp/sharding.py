@@ -36,11 +36,11 @@ def make_layout(mask: Mask | None, seq_len: int, mesh: DeviceMesh) -> Layout:
         mask: the mask of the calls, with all that it leaves out (``Documents(...) & Causal()`` where calls are causal);
             None is full attention.
         seq_len: number of tokens of the whole sequence.
-        mesh: the 1-D mesh over which the sequence is split.
+        mesh: the 1-D or 2-D mesh over which the sequence is split.
 
     Raises:
         ArgumentError: a `mask` that is none.
-        LayoutError: a mesh that is not 1-D, a length that is none, or a mask of a longer sequence.
+        LayoutError: a mesh that is not 1-D or 2-D, a length that is none, or a mask of a longer sequence.
     """
     group = group_of(mesh)
     wrong = mask_problem(mask)
@@ -54,7 +54,7 @@ def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto
 
     Args:
         x: any tensor with the whole sequence in `dim`.
-        mesh: the 1-D mesh over which the sequence is split.
+        mesh: the 1-D or 2-D mesh over which the sequence is split.
         layout: a `Layout`, or a name; "auto" is that of the `context_parallel` around the caller on this mesh, else
             head-tail.
 
@@ -63,7 +63,7 @@ def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto
         gradients of all ranks are gathered, so that each has the whole gradient of x.
 
     Raises:
-        LayoutError: a mesh that is not 1-D, an unknown layout, or an `x` that is not as long as the layout.
+        LayoutError: a mesh that is not 1-D or 2-D, an unknown layout, or an `x` that is not as long as the layout.
         AgreementError: only if `x` requires grad: the ranks called with different shapes or layouts.
     """
     group = group_of(mesh)
@@ -96,7 +96,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
 
     Args:
         x: this rank's rows in `dim`, in the layout's order.
-        mesh: the 1-D mesh over which the sequence is split.
+        mesh: the 1-D or 2-D mesh over which the sequence is split.
         layout: the layout that x was sharded with: a `Layout`, or a name, for which the length is the sum of the
             local lengths; "auto" is that of the `context_parallel` around the caller on this mesh, else head-tail.
 
@@ -105,7 +105,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
         its rows.
 
     Raises:
-        LayoutError: a mesh that is not 1-D, an unknown layout, or, on every rank, rows that do not fit it.
+        LayoutError: a mesh that is not 1-D or 2-D, an unknown layout, or, on every rank, rows that do not fit it.
         AgreementError: the ranks called with different shapes, dtypes or layouts.
         PeerError: a peer died or did not come.
     """
@@ -129,7 +129,7 @@ def all_gather(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     In backward each rank gets the sum over all ranks of the gradients of its rows.
 
     Raises:
-        LayoutError: a mesh that is not 1-D, or a dim that x does not have.
+        LayoutError: a mesh that is not 1-D or 2-D, or a dim that x does not have.
         AgreementError: the ranks called with different shapes (beside `dim`) or dtypes.
         PeerError: a peer died or did not come.
     """

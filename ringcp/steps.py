@@ -126,22 +126,17 @@ class Heads(NamedTuple):
     first: int = 0
     group: int | None = None
 
-    def q_range(self, kv: Range) -> Range:
-        """The query heads of some key heads."""
-        group = self.q // self.kv if self.group is None else self.group
-        start, stop = (min(max(j * group - self.first, 0), self.q) for j in kv)
-        return start, stop
-
     def runs_of(self, kv: Range) -> tuple[tuple[Range, Range], ...]:
         """Query heads and key heads, where each key head serves as many query heads; as few runs as there can be.
 
         A kernel takes each: its query heads are a multiple of its key heads.
         """
-        served = [(stop - start, j) for j in range(*kv) for start, stop in (self.q_range((j, j + 1)),)]
-        assert all(num for num, _ in served), f"key heads without query heads in {self}"
-        runs = [[j for _, j in run] for _, run in groupby(served, key=lambda of: of[0])]
-        found = [(run[0], run[-1] + 1) for run in runs]
-        return tuple((self.q_range(run), run) for run in found)
+        group = self.q // self.kv if self.group is None else self.group
+        assert 0 <= self.first < group, f"the first key head serves none of {self}"
+        assert (self.first + self.q - 1) // group == self.kv - 1, f"the last query head needs another key head: {self}"
+        edges = [min(max(head * group - self.first, 0), self.q) for head in range(self.kv + 1)]
+        runs = [list(run) for _, run in groupby(range(*kv), key=lambda head: edges[head + 1] - edges[head])]
+        return tuple(((edges[run[0]], edges[run[-1] + 1]), (run[0], run[-1] + 1)) for run in runs)
 
     @property
     def runs(self) -> tuple[tuple[Range, Range], ...]:

@@ -1,20 +1,26 @@
 """A call of `ringcp.attention` to vary, made alike on every rank of a pool, and the check that a valid one is exact."""
 
+import functools
+
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringcp
 from ringcp.testing import assert_close, reference_attention
 
 
 def make_call(mesh, seq_len, *, dtype=torch.float64, requires_grad=False):
-    """The arguments of a valid call on this rank, and the whole tensors."""
+    """The arguments of a valid call of a ring on this rank, and the whole tensors."""
     generator = torch.Generator().manual_seed(seq_len)
     layout = ringcp.HeadTail(seq_len, mesh.size())
     whole = [torch.randn(2, heads, seq_len, 8, dtype=dtype, generator=generator) for heads in (4, 2, 2)]
     local = [layout.shard(x, mesh.get_local_rank(), 2).requires_grad_(requires_grad) for x in whole]
-    return {**dict(zip("qkv", local, strict=True)), "mesh": mesh, "mask": ringcp.Causal()}, whole, layout
+    return (
+        {**dict(zip("qkv", local, strict=True)), "mesh": mesh, "mask": ringcp.Causal(), "mode": "ring"},
+        whole,
+        layout,
+    )
 
 
 def attend(call):
@@ -34,3 +40,20 @@ def new_mesh(**options):
     """A mesh with a group of its own, which a test may break."""
     group = dist.new_group(**options)
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+
+
+@functools.cache
+def grid():
+    """A 2-D mesh of the four ranks of a pool; made once in a process."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "sp"))
+
+
+def ways(mesh):
+    """The options of `ringcp.attention` that say how queries meet keys on the ranks of `mesh`: all that there are."""
+    found = {mode: {"mesh": mesh, "mode": mode} for mode in ("ring", "gather", "ulysses", "auto")}
+    found["gather by heads"] = {**found["gather"], "gather_memory": 1}
+    if mesh.size() == 4:
+        found["usp"] = {"mesh": mesh, "mode": "usp", "ulysses_degree": 2}
+        found["usp on a grid"] = {"mesh": grid(), "mode": "usp"}
+        found["gather on a grid"] = {"mesh": grid(), "mode": "gather"}
+    return found

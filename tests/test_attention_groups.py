@@ -131,7 +131,7 @@ def traffic(mesh, case, dtype):
         )
     )
     with ringcp.record() as r:
-        out = ringcp.attention(q, k, v, mesh=mesh, mask=MASKS[case.mask], layout=case.layout)
+        out = ringcp.attention(q, k, v, mesh=mesh, mask=MASKS[case.mask], layout=case.layout, mode="ring")
         out.sum().backward()
     assert {step.direction for step in r.steps} == {"forward", "backward"}
     return {

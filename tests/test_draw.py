@@ -11,7 +11,8 @@ from schedule_checks import allowed_pairs, any_call
 
 from ringcp import Causal, Contiguous, Full, HeadTail, Striped, Window, draw
 from ringcp.errors import ArgumentError, UnsupportedError
-from ringcp.schedule import build
+from ringcp.schedule import Heads, build
+from ringcp.steps import owner_words
 from ringcp.topology import Topology, ring
 
 ROOT = Path(__file__).parents[1]
@@ -20,33 +21,39 @@ MASKS = [Full(), Causal(), Window(5), Window(3, 2), Causal() & Window(9) | Windo
 
 
 def painted(traced):
-    """How often each (query, key) is computed, by rank and step: (ranks, steps, S, S), from the regions' positions."""
+    """How often each (query, key) is computed, by rank and step: (ranks, steps, S, S), from the regions' positions.
+
+    In 60ths of the heads.
+    """
     layout = traced.layout
     times = torch.zeros(layout.world_size, traced.num_steps, layout.seq_len, layout.seq_len, dtype=torch.int)
     for work in traced.work:
         for i, q in enumerate(range(*work.q)):
             for j, k in enumerate(range(*work.k)):
-                times[work.rank, work.step, q, k] += work.band.allows(i, j)
+                times[work.rank, work.step, q, k] += work.band.allows(i, j) * int(60 * work.share)
     return times
 
 
-def check(layout, mask, topology, row=0):
-    traced = draw.trace(layout, mask, topology=topology, row=row)
+def check(layout, mask, topology, row=0, heads=None, gather=None):
+    traced = draw.trace(layout, mask, topology=topology, row=row, heads=heads, gather=gather)
     times = painted(traced)
     everywhere = torch.arange(layout.seq_len)
     allowed = torch.from_numpy(allowed_pairs(mask, layout.seq_len)[row])
-    assert torch.equal(times.sum((0, 1)), allowed.int()), "each allowed pair exactly once"
+    assert torch.equal(times.sum((0, 1)), 60 * allowed.int()), "each allowed pair exactly once"
     for rank in range(layout.world_size):
         owned = torch.isin(everywhere, layout.positions(rank))
         assert not times[rank, :, ~owned].any(), "a rank computes the rows of its own queries"
-        schedule = build(layout, mask, topology, rank)
+        schedule = build(layout, mask, topology, rank, heads, gather=gather)
         assert traced.kind == schedule.kind
         assert traced.num_steps == len(schedule.forward)
         for at, step in enumerate(schedule.forward):
-            source = torch.isin(everywhere, layout.positions(step.source))
-            assert not times[rank, at, :, ~source].any(), "with the keys in hand"
-            assert traced.source(rank, at) == (step.source if times[rank, at].any() else None)
-            assert traced.pairs(rank, at) == times[rank, at].sum()
+            works = bool(times[rank, at].any())
+            if step.source is not None:
+                source = torch.isin(everywhere, layout.positions(step.source))
+                assert not times[rank, at, :, ~source].any(), "with the keys in hand"
+            assert traced.source(rank, at) == (step.source if works else None)
+            assert traced.keys(rank, at) == (owner_words(step.source) if works else "")
+            assert traced.pairs(rank, at) == round(times[rank, at].sum().item() / 60)
             posted = traced.posted(rank, at)
             assert [(t.receiver, t.num_rows) for t in posted] == [(m.peer, m.num_rows) for m in step.sends]
             assert all(
@@ -54,11 +61,12 @@ def check(layout, mask, topology, row=0):
                 for t, m in zip(posted, step.sends, strict=True)
             )
             arriving = [(t.sender, t.num_rows) for t in traced.transfers if (t.receiver, t.step) == (rank, at)]
-            assert arriving == [(m.peer, m.num_rows) for m in step.recvs]
-            if at:
+            assert sorted(arriving) == sorted((m.peer, m.num_rows) for m in step.recvs)
+            if at and step.source is not None:
                 owners = [t.owner for t in traced.transfers if (t.receiver, t.step) == (rank, at - 1)]
                 assert owners == ([step.source] if step.rows else []), "what arrives is used in the next step"
-        assert traced.sent(rank) == schedule.rows_sent("kv")
+        num_groups = 1 if schedule.kind != "gather" else -(-heads.kv // gather)
+        assert traced.sent(rank) * num_groups == schedule.rows_sent("kv")
     return traced
 
 
@@ -80,6 +88,32 @@ def test_of_any_layout_mask_and_ring(call):
         return
     for row in range(mask.rows or 1):
         check(layout, mask, topology, row)
+
+
+@pytest.mark.parametrize("make", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize(
+    "heads, gather", [(Heads(6, 3), 1), (Heads(6, 3), 2), (Heads(5, 3, 1, 2), 2), (Heads(5, 3, 1, 2), None)]
+)
+def test_groups_of_heads_and_parts_of_them(make, mask, heads, gather):
+    """A step of some heads counts for their share."""
+    for world_size in (1, 2, 4):
+        check(make(23, world_size), mask, ring(world_size), heads=heads, gather=gather)
+
+
+def test_a_gather_is_written_and_drawn():
+    traced = draw.trace(HeadTail(4096, 4), Full(), heads=Heads(4, 2), gather=1)
+    wire = draw.Wire(kv_heads=2, head_dim=32, element_size=4)
+    words = words_of(draw.figure(traced, wire))
+    assert words[0] == "4,096 tokens on 4 ranks: Full(), layout head_tail, gather plan"
+    # Two steps send; in each a rank lends 1,024 rows of 2 * 32 * 4 bytes to each of three.
+    assert words.count("→ 3 ranks: 3,072 rows, 786 kB") == 2 * 4
+    assert words.count("keys of all ranks") == 2 * 4
+    assert words.count("sends 3,072 rows, 1.57 MB") == 4
+    assert words.count("4.19 M pairs, 25 %") == 4
+    lines = draw.text(traced, wire).splitlines()
+    assert "  rank 0: 2,097,152 pairs with keys of all ranks" in lines
+    assert any(line.startswith("  rank 0: 0 pairs; sends 1,024 rows of rank 0 to rank 1, 262 kB; ") for line in lines)
 
 
 def test_another_order_of_the_ring():

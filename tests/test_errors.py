@@ -51,7 +51,7 @@ A, K, L, U = ringcp.ArgumentError, ringcp.KeywordError, ringcp.LayoutError, ring
 # By case: the changes to a valid call on the only rank of a mesh (q 4 heads, k and v 2, 9 tokens, head dim 8), the
 # class, and words of the message. Where ranks differ is `test_agreement`'s.
 CALLS = {
-    "no mesh": (option(mesh=None), L, ["mesh", "1-D DeviceMesh", "got NoneType", "init_device_mesh"]),
+    "no mesh": (option(mesh=None), L, ["mesh", "DeviceMesh", "got NoneType", "init_device_mesh"]),
     "3 dims": (each(lambda x: x[0]), A, ["q, k, v", "4 dims (batch, heads,", "q (4, 9, 8), k (2, 9, 8)", "add"]),
     "5 dims": (each(lambda x: x[None]), A, ["4 dims", "q (1, 2, 4, 9, 8)"]),
     "q and kv dtypes": (
@@ -140,7 +140,7 @@ CALLS = {
     "mask flag": (option(mask=True), A, ["mask", "got True"]),
     "mask class": (option(mask=ringcp.Causal), A, ["mask", "got ringcp.Causal, not called; write ringcp.Causal(...)"]),
     "mode": (option(mode="rings"), U, ["mode", "expected one of 'auto', 'ring'", "got 'rings'", "choose"]),
-    "mode of later": (option(mode="ulysses"), U, ["mode", "'ring'", "got 'ulysses'"]),
+    "mode without its degree": (option(mode="usp"), A, ["ulysses_degree", "got None", "2-D mesh"]),
     "mode type": (option(mode=None), A, ["mode", "expected a word", "got None"]),
     "agree": (option(agree="never"), U, ["agree", "'call', 'context'", "got 'never'", "choose"]),
     "agree type": (option(agree=True), A, ["agree", "expected a word", "got True"]),
@@ -232,10 +232,10 @@ def meshes(mesh):
     square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
     unnamed = init_device_mesh("cpu", (2, 1))
     wrong = [
-        (square, ["mesh of 1 dim", "2 dims ('dp', 'cp')", 'mesh["cp"]']),
+        (square, ["mesh of 1 dim", "or of the dims ('cp', 'sp')", "2 dims ('dp', 'cp')", 'mesh["cp"]']),
         (unnamed, ["mesh of 1 dim", "2 dims None"]),
-        (mesh.get_group(), ["1-D DeviceMesh", "got ProcessGroup", "DeviceMesh.from_group"]),
-        ("cp", ["1-D DeviceMesh", "got str"]),
+        (mesh.get_group(), ["DeviceMesh", "got ProcessGroup", "DeviceMesh.from_group"]),
+        ("cp", ["DeviceMesh", "got str"]),
     ]
     for value, words in wrong:
         with pytest.raises(ringcp.LayoutError) as info:

@@ -22,6 +22,9 @@ PLANS = {
     "full": (ringcp.Contiguous, ringcp.Full()),
     "direct": (ringcp.Contiguous, ringcp.Window(7, 3)),
 }
+# KV heads in a group of a gather plan; other plans have none.
+GATHER = {"gather": 1, "gather_window": 1}
+PLANS |= {"gather": PLANS["ring"], "gather_window": PLANS["direct"]}
 PLAN_WORLDS = [(kind, world_size) for kind in PLANS for world_size in (2, 4, 5)]
 
 
@@ -76,7 +79,8 @@ class FakeKernel:
 
 def plan_of(kind: str, world_size: int, rank: int) -> Plan:
     make, mask = PLANS[kind]
-    return plan(make(SEQ_LEN, world_size), mask, ring(world_size), rank, HEADS, FakeKernel.caps)
+    layout, gather = make(SEQ_LEN, world_size), GATHER.get(kind)
+    return plan(layout, mask, ring(world_size), rank, HEADS, FakeKernel.caps, gather=gather)
 
 
 def local(rows: int, dtype=torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,10 +121,12 @@ def test_a_steps_calls_run_while_its_transfers_are_under_way(kind, world_size, d
             moves = bool(step.sends or step.recvs)
             expected += ["post"] * moves + ["kernel"] * len(step.calls) + ["wait"] * moves
         assert [event.what for event in events] == expected
-        hidden = sum(bool(step.calls) for step in steps if step.sends or step.recvs)
-        assert hidden > 0
-        if kind != "direct":  # every transfer of a ring has work to hide behind
-            assert hidden == sum(bool(step.sends or step.recvs) for step in steps)
+        bare = [i for i, step in enumerate(steps) if (step.sends or step.recvs) and not step.calls]
+        if kind in GATHER:  # all but the first keys and the last gradients
+            assert bare == ([0] if direction == "forward" else [0, len(steps) - 1])
+        elif kind != "direct":  # every transfer of a ring has work to hide behind
+            assert not bare
+        assert len(bare) < sum(bool(step.sends or step.recvs) for step in steps)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -140,7 +146,8 @@ def test_the_next_block_comes_while_this_one_is_read(kind, world_size, direction
             else:
                 assert not any(shares(event.keys, parcel.tensor) for parcel in under_way)
                 read_after_coming += any(shares(event.keys, parcel.tensor) for parcel in came)
-        assert read_after_coming > 0 or not any(p.what == "keys and values" for e in events for p in e.recvs)
+        copied = kind in GATHER  # to where it lies beside what else comes
+        assert read_after_coming > 0 or copied or not any(p.what == "keys and values" for e in events for p in e.recvs)
 
 
 def test_sends_are_posted_before_receives(monkeypatch):
@@ -237,3 +244,35 @@ class Scaled(FakeKernel):
         block = k.flatten()[0].item()
         dq, dkv = (1.0 if block == first else self.small for first in (self.own, self.large))
         return torch.full_like(q, dq), torch.full_like(k, dkv), torch.full_like(v, dkv)
+
+
+@pytest.mark.parametrize("world_size", [3, 5])
+def test_gathered_gradients_are_summed_in_the_order_of_ranks(world_size):
+    """In fp32, the own part at its place: on rank 2, 1 is lost beside 1e8 unless the sum starts with its own."""
+    layout, transport = ringcp.Contiguous(SEQ_LEN, world_size), InProcess()
+    parts = [1e8, 1.0, -1e8, 1.0, 2.0][:world_size]
+    runs = []
+    for rank, value in enumerate(parts):
+        q, k, v = local(layout.local_len(rank))
+        whole = plan(layout, ringcp.Full(), ring(world_size), rank, HEADS, FakeKernel.caps, gather=1)
+        job = Job(whole, Constant(value), 1.0, transport.endpoint(rank))
+        runs.append(backward(job, torch.zeros_like(q), None, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:3])))
+    in_order, own_first = (
+        sum((torch.tensor(parts[r]) for r in (*head, *range(3, world_size))), torch.zeros(()))
+        for head in ((0, 1, 2), (2, 0, 1))
+    )
+    assert in_order != own_first
+    for _, dk, dv in drive_all(runs):
+        assert torch.equal(dk, in_order.expand_as(dk))
+        assert torch.equal(dv, in_order.expand_as(dv))
+
+
+class Constant(FakeKernel):
+    """Every gradient is one number."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__([])
+        self.value = value
+
+    def backward(self, dout, q, k, v, out, lse, dlse, *, form, scale):
+        return tuple(torch.full_like(x, self.value) for x in (q, k, v))

@@ -26,8 +26,8 @@ from executed import in_order
 import ringcp
 from ringcp.kernels.registry import KERNELS
 from ringcp.layout import layout_named
-from ringcp.lower import Form, lower, plan
-from ringcp.schedule import Heads, build
+from ringcp.lower import Form, plan
+from ringcp.schedule import Heads
 from ringcp.topology import ring
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringcp
 from ringcp import groups
-from ringcp.agreement import agree
+from ringcp.agreement import Lengths, agree
 from ringcp.groups import GlooChannel, GroupState, StoreChannel, group_of, state_of
 from ringcp.testing import assert_close, reference_attention
 
@@ -227,18 +227,18 @@ def test_votes_through_a_store():
     store = dist.HashStore()
 
     def vote(rank):
-        state = GroupState(rank, 3, StoreChannel(store, rank, 3))
+        state = GroupState(rank, 3, StoreChannel(store, rank, 3), 3)
         said = []
         for words in (["a=1"] * 3, ["a=1", "a=2", "a=1"], ["a=1"] * 3, ["a=1", None, "a=1"], ["a=1"] * 3):
             call = state.next_call()
             refusal = ringcp.ArgumentError("a: got b") if words[rank] is None else None
             try:
-                said.append(agree(state, call, words[rank] or "", 10 + rank, refusal, 10))
+                said.append(agree(state, call, words[rank] or "", Lengths(10 + rank, 20 - rank), refusal, 10))
             except ringcp.RingcpError as error:
                 said.append(f"{type(error).__name__}: {error}")
         return said
 
-    lengths = [10, 11, 12]
+    lengths = [(10, 20), (11, 19), (12, 18)]
     for rank, said in enumerate(in_threads(3, vote)):
         odd = f"AgreementError: rank {rank}: rank 1 made a different call than rank 0: a=2, not a=1. Nothing was sent."
         refused = f"AgreementError: rank {rank}: rank 1 refused its arguments (a: got b). Nothing was sent."

@@ -212,7 +212,11 @@ REFUSED = {
         ringcp.LayoutError,
         r"^layout: expected one for the 2 ranks of mesh, got HeadTail\(1",
     ),
-    "mode": ({"mode": "spiral"}, ringcp.UnsupportedError, r"^mode: expected one of 'auto', 'ring', got 'spiral';"),
+    "mode": (
+        {"mode": "spiral"},
+        ringcp.UnsupportedError,
+        r"^mode: expected one of 'auto', 'ring', 'gather', 'ulysses', 'usp', got 'spiral';",
+    ),
     "kernel": ({"kernel": "lightning"}, ringcp.UnsupportedError, r"kernel='lightning'"),
 }
 

@@ -10,7 +10,7 @@ from schedule_checks import any_call, disjoint, pairs_of
 from schedule_checks import leaves as masks
 
 import ringcp
-from ringcp import Causal, Contiguous, HeadTail, Striped, Window, lower
+from ringcp import Causal, Contiguous, Full, HeadTail, Striped, Window, lower
 from ringcp.band import Band, trim
 from ringcp.layout import Span
 from ringcp.lower import Call, Caps, Form, Region
@@ -71,9 +71,9 @@ def place(x):
     return tuple(slice(None) if r is None else slice(*r) for r in (x.batch, x.q_heads, x.kv_heads))
 
 
-def check_fresh(one_way, num_rows):
+def check_fresh(one_way, batch, heads, num_rows):
     """A fresh call writes rows that nobody wrote; any other finds them written, or started with zeros."""
-    started = np.zeros((3, 2, num_rows), dtype=bool)  # batch row, query head, row
+    started = np.zeros((batch, heads, num_rows), dtype=bool)
     for region in one_way.unstarted:
         part = tuple(slice(*r) for r in region)
         assert not started[part].any()
@@ -96,7 +96,7 @@ def check_plan(plan, shape, caps):
     schedule = plan.schedule
     for steps, one_way in ((schedule.forward, plan.forward), (schedule.backward, plan.backward)):
         check_calls(steps, [step.calls for step in one_way.steps], shape, caps)
-        check_fresh(one_way, schedule.num_rows)
+        check_fresh(one_way, *shape[:2], schedule.num_rows)
         assert [(s.source, s.source == schedule.rank, s.num_rows, s.sends, s.recvs) for s in steps] == [
             (p.source, p.own, p.num_rows, p.sends, p.recvs) for p in one_way.steps
         ]
@@ -142,14 +142,20 @@ def test_calls_are_exactly_the_tiles(caps, schedule):
 
 
 @given(any_call(max_world=7, max_len=40), st.sampled_from([c for c in ALL_CAPS if c.band != "none"]), st.data())
-@settings(max_examples=150)
+@settings(max_examples=200)
 def test_calls_of_built_schedules(call, caps, data):
     layout, mask, topology = call
     rank = data.draw(st.integers(0, layout.world_size - 1))
-    schedule = build(layout, mask, topology, rank, data.draw(st.sampled_from([None, Heads(2, 2), Heads(2, 1)])))
+    heads, gather = data.draw(
+        st.sampled_from(
+            [(None, None), (Heads(2, 2), None), (Heads(2, 1), None), (Heads(5, 3, 1, 2), None), (Heads(5, 3, 0, 2), 2)]
+            + [(Heads(4, 2), 1), (Heads(4, 2), 2), (Heads(4, 1), 3)]
+        )
+    )
+    schedule = build(layout, mask, topology, rank, heads, gather=gather)
     plan = lower.lower(schedule, caps)
     widest = max(step.num_rows for step in schedule.forward)
-    check_plan(plan, (3, 2, 2, schedule.num_rows, widest), caps)
+    check_plan(plan, (3, *((2, 2) if heads is None else heads[:2]), schedule.num_rows, widest), caps)
 
 
 @pytest.mark.parametrize("causal", ["square", "top_left", "bottom_right"])
@@ -193,6 +199,38 @@ def test_a_causal_head_tail_ring_is_one_call_a_step_at_any_length(causal, world_
             for source, calls in calls_by_step(HeadTail(seq_len, world_size), Causal(), rank, Caps(causal, "none")):
                 assert len(calls) == 1
                 assert calls[0][2] == (Form(lo=0) if source == rank else Form())
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_a_causal_head_tail_gather_is_two_calls_a_group_at_any_length(world_size):
+    """For a kernel whose last row sees every key: full size, and none needs a merge."""
+    caps, heads = Caps("bottom_right", "none"), Heads(6, 3)
+    for seq_len, rank in product(range(4 * world_size, 8 * world_size), range(world_size)):
+        layout = HeadTail(seq_len, world_size)
+        one_way = lower.plan(layout, Causal(), ring(world_size), rank, heads, caps, gather=2).forward
+        first, *groups = one_way.steps
+        assert not first.calls
+        at = [0]
+        for span in layout.spans(rank):
+            at.append(at[-1] + span.length)
+        for step, q_heads, kv_heads in zip(groups, ((0, 4), (4, 6)), ((0, 2), (0, 1)), strict=True):
+            assert step.calls == tuple(
+                Call((a, b), (0, span.stop), Form(lo=b - a - span.stop), None, q_heads, kv_heads, fresh=True)
+                for a, b, span in zip(at, at[1:], layout.spans(rank), strict=False)
+            )
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize("make", [Contiguous, HeadTail, Striped])
+def test_a_full_gather_is_one_call_a_group(make, causal):
+    for world_size, seq_len in product((2, 3, 5), (1, 7, 40)):
+        for rank in range(world_size):
+            layout = make(seq_len, world_size)
+            plan = lower.plan(layout, Full(), ring(world_size), rank, Heads(4, 2), Caps(causal, "none"), gather=1)
+            rows = layout.local_len(rank)
+            calls = [[call[:3] for call in step.calls] for step in plan.forward.steps]
+            whole = [((0, rows), (0, seq_len), Form())] if rows else []
+            assert calls == [[], whole, whole]
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,12 @@ class AtOnce:
         pass
 
 
-def job(world_size: int, mask: ringcp.Mask, layout=ringcp.Contiguous, rank: int | None = None) -> Job:
+def job(world_size: int, mask: ringcp.Mask, layout=ringcp.Contiguous, rank: int | None = None, **gather: int) -> Job:
     kernel = KERNELS["reference"]
     rank = world_size - 1 if rank is None else rank
     heads = Heads(Q_HEADS, KV_HEADS)
-    plan = lower(build(layout(ROWS * world_size, world_size), mask, ring(world_size), rank, heads), kernel.caps)
+    schedule = build(layout(ROWS * world_size, world_size), mask, ring(world_size), rank, heads, **gather)
+    plan = lower(schedule, kernel.caps)
     return Job(plan, kernel, DIM**-0.5, AtOnce(), 1)
 
 
@@ -176,3 +177,42 @@ def test_a_window_has_buffers_for_the_rows_that_come(direction):
         passing, own = 2 * 7 * ROW, ROWS * ROW + BATCH * Q_HEADS * ROWS * DIM
         assert seen.peak == 4 * (passing if direction == "forward" else 2 * passing + own)
         assert len(run.transport.received) == 1
+
+
+def gathered(dtype: torch.dtype, num_kv: int, block: int, come: int, gone: int, back: int) -> dict[str, int]:
+    """The docstring's formula for a gather plan, in bytes, from rows."""
+    group, acc = BATCH * num_kv * (DIM + VALUE_DIM), accumulator_dtype(dtype).itemsize
+    forward = (block + come + gone) * group * dtype.itemsize
+    sums = (block + come + back) * group + ROWS * ROW + BATCH * Q_HEADS * ROWS * DIM
+    return {"forward": forward, "backward": forward + sums * acc}
+
+
+def first_results(num_kv: int, dtype: torch.dtype) -> int:
+    """Bytes of out and lse, which several groups of heads write in turn; one alone is its own result."""
+    several = num_kv < KV_HEADS
+    return several * BATCH * Q_HEADS * ROWS * (VALUE_DIM + 1) * accumulator_dtype(dtype).itemsize
+
+
+@pytest.mark.parametrize("num_kv", [1, KV_HEADS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_gather_holds_one_block_and_what_comes_and_goes(dtype, num_kv):
+    """To the byte: with a full mask each rank lends all its rows to all, once packed; back come P - 1 gradients."""
+    for world_size in (2, 4, 8):
+        everything, others = ROWS * world_size, ROWS * (world_size - 1)
+        formulas = gathered(dtype, num_kv, everything, others, ROWS, others)
+        for direction, formula in formulas.items():
+            seen = allocated(job(world_size, ringcp.Full(), rank=1, gather=num_kv), direction, dtype, "new_empty")
+            results = first_results(num_kv, dtype) if direction == "forward" else 0
+            dq_is_the_result = direction == "backward" and num_kv == KV_HEADS
+            unmade = BATCH * Q_HEADS * ROWS * DIM * accumulator_dtype(dtype).itemsize if dq_is_the_result else 0
+            assert seen.peak == formula + results - unmade, (world_size, direction)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_gathered_window_has_buffers_for_its_rows_alone(direction):
+    """7 rows come and 7 go over one border, whatever the number of ranks."""
+    for world_size in (4, 8, 16):
+        run = job(world_size, ringcp.Window(7), rank=2, gather=1)
+        formula = gathered(torch.float32, 1, ROWS + 7, 7, 7, 7)[direction]
+        seen = allocated(run, direction, torch.float32, "new_empty")
+        assert seen.peak == formula + (first_results(1, torch.float32) if direction == "forward" else 0)

@@ -32,6 +32,7 @@ FOUR_RANKS = "torchrun --standalone --nproc-per-node=4 examples/"
 EXAMPLES = {
     f"{ONE_NODE}quickstart.py": (r"torch.Size\(\[1, 8, 50[01], 64\]\) torch.Size\(\[1, 8, 1001, 64\]\)", 2),
     f"{ONE_NODE}attention.py": (r"torch.Size\(\[1, 8, 1001, 64\]\)", 2),
+    f"{ONE_NODE}module.py": (r"torch.Size\(\[1, 1001, 64\]\)", 2),
     f"{ONE_NODE}cp_example.py": (r"rank [01]: 2048 of 4096 tokens in the context", 2),
     f"{FOUR_RANKS}usp.py": (
         r"(?s)4 ranks, 4 a node.*\* +usp +2 .*\nauto: largest.*\nusp: largest.*\ngather: largest",

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import Bands, any_call, verify
+from schedule_checks import Bands, any_call, any_cross_call, some_heads, verify
 
 import ringcp
 from ringcp import Causal, Contiguous, Full, HeadTail, Striped, Window
@@ -38,6 +38,29 @@ def test_heads_of_the_own_block_in_two_steps(call, heads):
     for schedule in case.schedules:
         early, late = (Counter(t.band for t in schedule.backward[i].tiles) for i in (0, -1))
         assert len(schedule.backward) == 1 or late == (early if heads.q > 1 else {})
+
+
+groups = st.one_of(st.none(), st.integers(1, 4))
+
+
+@given(any_call(max_world=7, max_len=32), st.integers(1, 4), some_heads())
+@settings(max_examples=200)
+def test_groups_of_heads_gathered(call, size, heads):
+    verify(*call, heads, size)
+
+
+@given(any_call(max_world=5, max_len=24), groups, some_heads())
+@settings(max_examples=150)
+def test_some_heads(call, size, heads):
+    """A part of the heads, whose first and last KV heads serve fewer query heads."""
+    verify(*call, heads, size)
+
+
+@given(any_cross_call(max_world=5, max_len=24), groups, some_heads())
+@settings(max_examples=300)
+def test_queries_and_keys_in_different_layouts(call, size, heads):
+    layout, mask, topology, kv_layout = call
+    verify(layout, mask, topology, heads, size, kv_layout)
 
 
 @given(any_call(max_world=64, max_len=130, min_world=10))
@@ -247,6 +270,49 @@ def test_layout_and_topology_must_be_of_one_world():
     with pytest.raises(ringcp.LayoutError) as caught:
         build(HeadTail(16, 4), Causal(), ring(3), 0)
     assert str(caught.value) == "layout: expected one for 3 ranks, got HeadTail(16, 4)"
+
+
+def test_both_layouts_must_be_of_one_world():
+    with pytest.raises(ringcp.LayoutError) as caught:
+        build(HeadTail(16, 4), Causal(), ring(4), 0, kv_layout=HeadTail(16, 3))
+    assert str(caught.value) == "kv_layout: expected one for 4 ranks, got HeadTail(16, 3)"
+
+
+def test_a_group_has_a_head():
+    with pytest.raises(ArgumentError) as caught:
+        build(HeadTail(16, 4), Causal(), ring(4), 0, Heads(4, 2), gather=0)
+    assert str(caught.value) == "gather: expected at least one KV head in a group, got 0; give 1 or more"
+
+
+@pytest.mark.parametrize(
+    "heads", [Heads(3, 2), Heads(6, 2, 3, 4), Heads(6, 3, 0, 4), Heads(4, 2, 4, 4), Heads(2, 1, 0, 1)]
+)
+def test_heads_fit_each_other(heads):
+    with pytest.raises(AssertionError, match="key head"):
+        build(HeadTail(16, 4), Causal(), ring(4), 0, heads)
+
+
+def test_printing_names_the_heads_of_a_message():
+    schedule = build(Contiguous(8, 2), Causal(), ring(2), 1, Heads(6, 3), gather=2)
+    assert str(schedule).splitlines()[:4] == [
+        "gather schedule of rank 1 of 2, 4 rows",
+        "  forward 0: 0 tiles on 0 rows of all ranks; kv 4 rows of KV heads [0, 2) <- rank 0",
+        "  forward 1: 1 tiles on 8 rows of all ranks; kv 4 rows of KV heads [2, 3) <- rank 0",
+        "  forward 2: 1 tiles on 8 rows of all ranks",
+    ]
+    assert str(schedule).splitlines()[-1] == (
+        "  backward 3: 0 tiles on 0 rows of all ranks; dkv 4 rows of KV heads [2, 3) -> rank 0"
+    )
+
+
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_a_gathered_window_moves_its_halo_alone(make):
+    """Each of three groups of heads brings the rows that a direct plan does."""
+    for rank in range(8):
+        layout, mask, topology = make(64, 8), Window(3), ring(8)
+        direct, gather = (build(layout, mask, topology, rank, Heads(3, 3), gather=size) for size in (None, 1))
+        assert gather.rows_sent("kv") == 3 * direct.rows_sent("kv")
+        assert gather.rows_sent("dkv", gather.backward) == 3 * direct.rows_sent("dkv", direct.backward)
 
 
 @pytest.mark.parametrize("order", [(0, 2), (0, 0), (1, 2, 3)])
