@@ -1,6 +1,7 @@
 """How fast attention over ranks is, next to one process that computes the whole sequence on the same cores.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/attention.py --seq-len 2048 8192 --dtype fp32 bf16
+    torchrun --standalone --nproc-per-node=2 benchmarks/attention.py --mode ring gather ulysses --kv-heads 2
 
 Each round times the baseline (`F.scaled_dot_product_attention` on rank 0 with all cores, the other ranks asleep) and
 every provider, forward and backward, agreement of the ranks included. All ranks are timed from a barrier on, and the
@@ -59,7 +60,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="causal, full, window:N, N tokens with the query's own, or documents:N,N,...",
     )
     add("--provider", nargs="+", default=["ringcp"], choices=PROVIDERS, help=f"{BASELINE}, the baseline, always runs")
-    add("--mode", nargs="+", default=["ring"], help="modes; a provider runs in those that it knows")
+    add(
+        "--mode",
+        nargs="+",
+        default=["auto"],
+        help="auto (the table shows what that is), ring, gather, ulysses, usp; a provider runs in those that it knows",
+    )
+    add("--ulysses-degree", type=int, default=2, help="in mode usp: neighbouring ranks that exchange heads")
     add("--layout", default="auto", choices=LAYOUT_NAMES)
     add("--agree", default="call", choices=["auto", "call", "context"], help="when the ranks vote")
     add("--rounds", type=int, default=11)
@@ -161,7 +168,7 @@ def _run(harness: Harness, mesh: DeviceMesh, args: argparse.Namespace, argv: Seq
     about = f"{origin.device}, torch {origin.torch}, {harness.world_size} ranks x {args.threads} threads"
     console.print(f"{about}, commit {origin.commit or 'unknown'}\n{origin.command}", markup=False, highlight=False)
     names = [(BASELINE, mode) for mode in PROVIDERS[BASELINE].modes]
-    names += [(p, mode) for p in args.provider if p != BASELINE for mode in PROVIDERS[p].modes if mode in args.mode]
+    names += [(p, mode) for p in args.provider if p != BASELINE for mode in args.mode if mode in PROVIDERS[p].modes]
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(elapsed_when_finished=True)
     results: list[Measured] = []
     # Refreshed between the calls that are timed; a thread that redraws would take a core from them.
@@ -169,7 +176,9 @@ def _run(harness: Harness, mesh: DeviceMesh, args: argparse.Namespace, argv: Seq
         turns = len(names) * (args.rounds + args.warmup)
         bar.add_task("", total=sum(_weight(case) * turns for case in args.cases))
         for case in args.cases:
-            settings = [(name, Setting(case, mesh, mode, args.layout, args.agree)) for name, mode in names]
+            settings = [
+                (name, Setting(case, mesh, mode, args.layout, args.agree, args.ulysses_degree)) for name, mode in names
+            ]
             measured = run_case(harness, args, settings, bar)
             if first and args.csv:
                 rows = [row for result in measured for row in result.rows(origin, harness.threads_of(result.provider))]

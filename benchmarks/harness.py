@@ -87,7 +87,8 @@ class Harness:
         elif self.rank != 0:
             tensors = []
         tensors = [x.requires_grad_(i < 3) for i, x in enumerate(tensors)]
-        return Entrant(provider, setting.mode, prepared.attention, tensors, prepared.layout)
+        mode = f"{setting.mode}: {prepared.meant}" if prepared.meant else setting.mode
+        return Entrant(provider, mode, prepared.attention, tensors, prepared.layout)
 
     def check(self, provider: str, setting: Setting) -> str:
         """What is wrong with a provider's out, dq, dk or dv in a small case of this kind; empty if nothing is."""
@@ -136,7 +137,7 @@ class Harness:
             with ringcp.record() as recorder:
                 _, forward, backward = self._clock(entrant)
             for direction, seconds in (("forward", forward), ("backward", backward)):
-                steps = [step for step in recorder.steps if step.direction == direction]
+                steps = [step for step in recorder.steps if step.direction.startswith(direction)]  # and its exchange
                 mine = Breakdown(
                     direction,
                     self.rank,

@@ -12,28 +12,38 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringcp
 from benchmarks.cases import Case, document_lengths, parse_mask
+from ringcp.groups import neighbours
 from ringcp.layout import layout_named
+from ringcp.modes import MODES, choose_mode
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a provider is told: the case, and how it is to be computed. It takes from this what it knows."""
+    """What a provider is told: the case, and how it is to be computed. It takes from this what it knows.
+
+    ulysses_degree: how many neighbouring ranks exchange heads in mode "usp".
+    """
 
     case: Case
     mesh: DeviceMesh
     mode: str
     layout: str
     agree: str
+    ulysses_degree: int = 2
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The function that is timed, on this rank's q, k, v, and which of the tokens these hold (None: all of them)."""
+    """The function that is timed, on this rank's q, k, v, and which of the tokens these hold (None: all of them).
+
+    meant: the mode that "auto" turned out to be; empty if the mode was given.
+    """
 
     attention: Attention
     layout: ringcp.Layout | None
+    meant: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,14 +68,38 @@ def _ringcp(setting: Setting) -> Prepared:
     else:
         layout = layout_named(setting.layout, seq_len, setting.mesh.size())
 
+    degree = setting.ulysses_degree if setting.mode == "usp" else None
+
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = ringcp.attention(
-            q, k, v, mesh=setting.mesh, mask=mask, layout=layout, mode=setting.mode, agree=setting.agree
+            q,
+            k,
+            v,
+            mesh=setting.mesh,
+            mask=mask,
+            layout=layout,
+            mode=setting.mode,
+            ulysses_degree=degree,
+            agree=setting.agree,
         )
         assert isinstance(out, Tensor)  # and not the lse as well
         return out
 
-    return Prepared(attention, layout)
+    return Prepared(attention, layout, _meant(setting, mask) if setting.mode == "auto" else "")
+
+
+def _meant(setting: Setting, mask: ringcp.Mask) -> str:
+    case, mesh = setting.case, setting.mesh
+    choice = choose_mode(
+        q_heads=case.heads,
+        kv_heads=case.kv_heads,
+        seq_len=case.seq_len,
+        world_size=mesh.size(),
+        ranks_per_node=neighbours(mesh.mesh.flatten().tolist()),
+        mask=mask,
+        device_type=mesh.device_type,
+    )
+    return choice.mode
 
 
 def _sdpa(setting: Setting) -> Prepared:
@@ -97,5 +131,5 @@ def _a_call_a_document(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], enab
 BASELINE = "sdpa"
 PROVIDERS = {
     BASELINE: Provider(_sdpa, modes=("single",), single_process=True),
-    "ringcp": Provider(_ringcp, modes=("ring", "auto")),
+    "ringcp": Provider(_ringcp, modes=("auto", *MODES)),
 }

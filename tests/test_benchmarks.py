@@ -37,7 +37,7 @@ def read(path):
 def test_the_command_of_the_docstring_prints_a_table_and_appends_to_the_csv(tmp_path):
     path = tmp_path / "results.csv"
     path.write_text(",".join(report.Row.__dataclass_fields__) + "\nan,earlier,line\n")
-    out = launch("--smoke", "--breakdown", "--mask", "causal", "window:48", "--csv", str(path))
+    out = launch("--smoke", "--breakdown", "--mode", "ring", "--mask", "causal", "window:48", "--csv", str(path))
 
     assert "wrong" not in out.lower()
     assert "% of single-process SDPA's speed" in out
@@ -131,6 +131,31 @@ def test_every_rank_learns_that_a_provider_is_wrong(worlds):
     assert raised == "rank 1 raised NotImplementedError: no causal mask"
 
 
+def in_every_mode(mesh):
+    found = {}
+    for mode in providers.PROVIDERS["ringcp"].modes:
+        setting = providers.Setting(cases.Case(128, kv_heads=4), mesh, mode, "auto", "call")
+        h = harness.Harness("cpu", torch.get_num_threads())
+        entrant = h.entrant("ringcp", setting)
+        found[entrant.mode] = h.check("ringcp", setting), [b.bytes_sent for b in h.breakdown(entrant, calls=1)]
+    return found
+
+
+def test_every_mode_is_right_and_sends_what_is_explained(worlds):
+    first, *others = worlds(4).run(in_every_mode)
+    assert all(other == first for other in others)
+    assert [wrong for wrong, _ in first.values()] == [""] * 5
+    told = ringcp.explain(
+        q_heads=8, kv_heads=4, head_dim=64, seq_len=128, world_size=4, mask=ringcp.Causal(), dtype=torch.float32
+    )
+    assert set(first) == {f"auto: {told.choice.mode}", *told.bytes_sent}
+    for mode, most in told.bytes_sent.items():
+        _, (forward, backward) = first[mode]  # of the rank that was slowest
+        assert 0 < forward <= most.forward
+        assert 0 < backward <= most.backward
+    assert first["ulysses"][1] == [told.bytes_sent["ulysses"].forward, told.bytes_sent["ulysses"].backward]
+
+
 class OneRank:
     device_type = "cpu"
 
@@ -174,7 +199,7 @@ def test_a_csv_of_other_columns_is_refused(tmp_path):
         (["--seq-len", "9", "--mask", "documents:5,5"], "seq_len: expected the 10 tokens of the documents, got 9"),
         (["--kv-heads", "3"], "kv_heads: expected a divisor of heads = 8, got 3"),
         (["--seq-len", "0"], "seq_len: expected at least 1, got 0"),
-        (["--mode", "warp"], "--mode: expected modes among auto, ring, got warp"),
+        (["--mode", "warp"], "--mode: expected modes among auto, gather, ring, ulysses, usp, got warp"),
         (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
     ],
 )

@@ -1,5 +1,7 @@
 """The README is true: its snippets are the examples, and each of its commands is run by a test."""
 
+import contextlib
+import io
 import re
 import shlex
 import socket
@@ -8,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import ringcp
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -23,12 +27,18 @@ RUN_ELSEWHERE = {
     "torchrun --standalone --nproc-per-node=2 benchmarks/attention.py": "tests/test_benchmarks.py",
 }
 ONE_NODE = "torchrun --standalone --nproc-per-node=2 examples/"
-# What each example says on every rank.
+FOUR_RANKS = "torchrun --standalone --nproc-per-node=4 examples/"
+# What each example says, and on how many ranks.
 EXAMPLES = {
-    f"{ONE_NODE}quickstart.py": r"torch.Size\(\[1, 8, 50[01], 64\]\) torch.Size\(\[1, 8, 1001, 64\]\)",
-    f"{ONE_NODE}attention.py": r"torch.Size\(\[1, 8, 1001, 64\]\)",
-    f"{ONE_NODE}module.py": r"torch.Size\(\[1, 1001, 64\]\)",
-    f"{ONE_NODE}cp_example.py": r"rank [01]: 2048 of 4096 tokens in the context",
+    f"{ONE_NODE}quickstart.py": (r"torch.Size\(\[1, 8, 50[01], 64\]\) torch.Size\(\[1, 8, 1001, 64\]\)", 2),
+    f"{ONE_NODE}attention.py": (r"torch.Size\(\[1, 8, 1001, 64\]\)", 2),
+    f"{ONE_NODE}module.py": (r"torch.Size\(\[1, 1001, 64\]\)", 2),
+    f"{ONE_NODE}cp_example.py": (r"rank [01]: 2048 of 4096 tokens in the context", 2),
+    f"{FOUR_RANKS}usp.py": (
+        r"(?s)4 ranks, 4 a node.*\* +usp +2 .*\nauto: largest.*\nusp: largest.*\ngather: largest",
+        1,
+    ),
+    f"{FOUR_RANKS}joint.py": (r"step 1: loss (\S+), of one process .*\nstep 2: loss (?!\1)", 1),
 }
 MEMORY = "python benchmarks/memory.py --seq-len 131072"
 DRAW = "python -m ringcp.draw --world-size 4 --seq-len 4096 --out docs/ring.png"
@@ -67,7 +77,8 @@ def output(process):
 @pytest.mark.examples
 @pytest.mark.parametrize("command", EXAMPLES)
 def test_the_examples_run(command):
-    assert len(re.findall(EXAMPLES[command], output(run(command)))) == 2
+    said, times = EXAMPLES[command]
+    assert len(re.findall(said, output(run(command)))) == times
 
 
 @pytest.mark.examples
@@ -77,7 +88,7 @@ def test_several_nodes():
         free.bind(("localhost", 0))
         command = f"{NODES} examples/quickstart.py".replace("29500", str(free.getsockname()[1]))
     nodes = [run(command) for _ in range(2)]
-    said = EXAMPLES[f"{ONE_NODE}quickstart.py"]
+    said, _ = EXAMPLES[f"{ONE_NODE}quickstart.py"]
     try:
         assert [len(re.findall(said, output(node))) for node in nodes] == [1, 1]
     finally:
@@ -98,7 +109,14 @@ def test_the_picture(tmp_path):
     assert (ROOT / "docs" / "ring.png").is_file()
 
 
-@pytest.mark.parametrize("example", ["quickstart", "attention"])
+def test_what_explain_prints():
+    call = re.search(r"`(ringcp\.explain\(q_heads=[^`]*)`", README)[1]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        eval(call, {"ringcp": ringcp})
+    assert f"```\n{printed.getvalue()}```" in README
+
+
+@pytest.mark.parametrize("example", ["quickstart", "attention", "usp", "joint"])
 def test_the_snippets_are_the_examples(example):
     text = (ROOT / "examples" / f"{example}.py").read_text()
     snippets = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -107,7 +125,7 @@ def test_the_snippets_are_the_examples(example):
 
 
 def test_every_file_that_the_readme_names_exists():
-    for path in re.findall(r"`?\(?((?:tests|examples|benchmarks|docs)/[\w/]+\.\w+)\)?`?", README):
-        assert (ROOT / path).is_file(), path
+    for path in re.findall(r"`?\(?((?:tests|examples|benchmarks|docs)/[\w/*]+\.\w+)\)?`?", README):
+        assert any(found.is_file() for found in ROOT.glob(path)), path
     for name in re.findall(r"`(\w+\.py)`", README.split("## Read the code")[1]):
         assert (ROOT / "ringcp" / name).is_file(), name
