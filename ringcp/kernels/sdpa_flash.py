@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcp.kernels import refusals
+from ringcp.kernels import launches, refusals
 from ringcp.kernels.base import Form, Problem
-from ringcp.kernels.operands import HALF, aligned, padded, shared_width, with_lse_grad
-from ringcp.kernels.windows import form_of, split, window
+from ringcp.kernels.operands import HALF
+from ringcp.kernels.windows import Window
 from ringcp.lower import Caps
 
 _aten = torch.ops.aten
@@ -50,20 +50,15 @@ class SdpaFlash:
         self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
     ) -> tuple[Tensor, Tensor]:
         assert softcap is None, "refused"
-        value_dim = v.shape[-1]
-        width = shared_width(q.shape[-1], value_dim, None, q.dtype)
-        q_BMHW, k_BNHW, v_BNHW = (_rows_first(x, width) for x in (q, k, v))
-        outs, lses = [], []
-        for band in split(q.shape[2], k.shape[2], form):
-            rows, keys = slice(*band.q), slice(*band.k)
-            is_causal, left, right = window(band.num_q, band.num_k, form_of(band))
+
+        def launch(q_BMHW: Tensor, k_BNHW: Tensor, v_BNHW: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
             out_BMHW, lse_BHM, *_ = self.forward_op(
-                q_BMHW[:, rows], k_BNHW[:, keys], v_BNHW[:, keys], None, None, band.num_q, band.num_k, 0.0, is_causal,
-                False, scale=scale, window_size_left=left, window_size_right=right,
+                q_BMHW, k_BNHW, v_BNHW, None, None, q_BMHW.shape[1], k_BNHW.shape[1], 0.0, seen.is_causal, False,
+                scale=scale, window_size_left=seen.left, window_size_right=seen.right,
             )  # fmt: skip
-            outs.append(out_BMHW.transpose(1, 2)[..., :value_dim])
-            lses.append(lse_BHM)
-        return _joined(outs), _joined(lses)
+            return out_BMHW, lse_BHM
+
+        return launches.forward(launch, launches.in_parts(q.shape[2], k.shape[2], form), q, k, v)
 
     def backward(
         self,
@@ -80,44 +75,25 @@ class SdpaFlash:
         softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert softcap is None, "refused"
-        dim, value_dim = q.shape[-1], v.shape[-1]
-        width = shared_width(dim, value_dim, dlse, q.dtype)
-        q_BMHW, k_BNHW, v_BNHW = (_rows_first(x, width) for x in (q, k, v))
-        dout_BMHW, out_BMHW = (_rows_first(x, width) for x in with_lse_grad(dout, out, dlse, width, q.dtype))
         # The op wants the state of a random generator that it reads only for dropout.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty((), dtype=torch.uint64, device=q.device)
-        dqs, dkvs = [], []
-        bands = split(q.shape[2], k.shape[2], form)
-        for band in bands:
-            rows, keys = slice(*band.q), slice(*band.k)
-            is_causal, left, right = window(band.num_q, band.num_k, form_of(band))
-            dq_BMHW, *dkv_BNHW = self.backward_op(
-                dout_BMHW[:, rows], q_BMHW[:, rows], k_BNHW[:, keys], v_BNHW[:, keys], out_BMHW[:, rows],
-                lse[:, :, rows].contiguous(), None, None, band.num_q, band.num_k, 0.0, is_causal, rng_state, unused,
-                scale=scale, window_size_left=left, window_size_right=right,
+
+        def launch(
+            dout_BMHW: Tensor,
+            q_BMHW: Tensor,
+            k_BNHW: Tensor,
+            v_BNHW: Tensor,
+            out_BMHW: Tensor,
+            lse: Tensor,
+            seen: Window,
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            dq_BMHW, dk_BNHW, dv_BNHW = self.backward_op(
+                dout_BMHW, q_BMHW, k_BNHW, v_BNHW, out_BMHW, lse, None, None, q_BMHW.shape[1], k_BNHW.shape[1], 0.0,
+                seen.is_causal, rng_state, unused,
+                scale=scale, window_size_left=seen.left, window_size_right=seen.right,
             )  # fmt: skip
-            dqs.append(dq_BMHW.transpose(1, 2)[..., :dim])
-            dkvs.append([x.transpose(1, 2) for x in dkv_BNHW])
-        dk_BHNW, dv_BHNW = dkvs[0] if len(bands) == 1 else _summed(dkvs, [band.k for band in bands], k.shape[2])
-        return _joined(dqs), dk_BHNW[..., :dim], dv_BHNW[..., :value_dim]
+            return dq_BMHW, dk_BNHW, dv_BNHW
 
-
-def _rows_first(x_BHSD: Tensor, width: int) -> Tensor:
-    return aligned(padded(x_BHSD, width)).transpose(1, 2)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _summed(dkvs: list[list[Tensor]], ranges: list[tuple[int, int]], n: int) -> tuple[Tensor, ...]:
-    """Sums of dk and of dv over calls that used some of the n keys each, in fp32."""
-    sums = []
-    for parts in zip(*dkvs, strict=True):
-        b, h, _, w = parts[0].shape
-        total_BHNW = parts[0].new_zeros(b, h, n, w, dtype=torch.promote_types(parts[0].dtype, torch.float32))
-        for part_BHNW, keys in zip(parts, ranges, strict=True):
-            total_BHNW[:, :, slice(*keys)] += part_BHNW
-        sums.append(total_BHNW.to(parts[0].dtype))
-    return tuple(sums)
+        parts = launches.in_parts(q.shape[2], k.shape[2], form)
+        return launches.backward(launch, parts, dout, q, k, v, out, lse, dlse)

@@ -1,0 +1,122 @@
+"""Kernel "flash3": FlashAttention 3 for Hopper, from the package flash_attn_3 (its module is flash_attn_interface).
+
+Read in hopper/flash_attn_interface.py, flash_api.cpp, mask.h and flash_bwd_preprocess_kernel.h of 0251105a (3.0.0,
+August 2026), whose two signatures are those from 5e114d53 (August 2025) on: operands (B, S, H, D), head dims that are
+multiples of 8 up to 256, dense in it; causality and windows count from the last row and the last key, -1 is no edge,
+and no edge is misread; a row that sees nothing has lse -inf; softcap 0.0 is none, both directions have it. There is no
+gradient through the lse: it is appended to dout as a column. Deterministic up to head dim 192.
+
+Another head dim of v is taken in few pairs only (192 with 128, up to 64 with any): v is padded to that of q instead.
+
+Not yet run on a GPU. Tests run it on a stand-in of these signatures and conventions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringcp.kernels import launches, refusals
+from ringcp.kernels.base import Form, Problem
+from ringcp.kernels.operands import HALF
+from ringcp.kernels.package import Package
+from ringcp.kernels.windows import Window
+from ringcp.lower import Caps
+
+_DETERMINISTIC_DIM = 192
+
+PACKAGE = Package(
+    "flash_attn_3",
+    "flash_attn_interface",
+    takes=(
+        ("_flash_attn_forward", ("softmax_scale", "causal", "window_size_left", "window_size_right", "softcap")),
+        ("_flash_attn_backward", ("softmax_scale", "is_causal", "window_size_left", "softcap", "deterministic")),
+    ),
+    wanted="flash_attn_3 of August 2025 or later",
+)
+
+
+@dataclass(frozen=True)
+class Flash3:
+    """fp16 and bf16; any band; GQA without repeats; softcap; deterministic if torch asks for it."""
+
+    name = "flash3"
+    caps = Caps(causal="bottom_right", band="any")
+    switch = "flash"
+
+    def refusals(self, problem: Problem) -> list[str]:
+        reasons = refusals.shared(problem, self.caps, device="cuda", dtypes=HALF, max_dim=256, multiple=8, softcap=True)
+        if problem.deterministic and problem.needs_grad and refusals.padded_dim(problem, 8) > _DETERMINISTIC_DIM:
+            reasons.append(f"its backward is not deterministic for head dims above {_DETERMINISTIC_DIM}")
+        return PACKAGE.refusals(problem, (9,), reasons)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        flash = PACKAGE.load()
+
+        def launch(q_BMHW: Tensor, k_BNHW: Tensor, v_BNHW: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
+            out_BMHW, lse_BHM, *_ = flash._flash_attn_forward(
+                q_BMHW,
+                k_BNHW,
+                v_BNHW,
+                softmax_scale=scale,
+                causal=seen.is_causal,
+                window_size_left=-1 if seen.left is None else seen.left,
+                window_size_right=-1 if seen.right is None else seen.right,
+                softcap=softcap or 0.0,
+            )
+            return out_BMHW, lse_BHM
+
+        return launches.forward(launch, launches.in_one(q.shape[2], k.shape[2], form), q, k, v)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        *,
+        form: Form,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        flash = PACKAGE.load()
+
+        def launch(
+            dout_BMHW: Tensor,
+            q_BMHW: Tensor,
+            k_BNHW: Tensor,
+            v_BNHW: Tensor,
+            out_BMHW: Tensor,
+            lse: Tensor,
+            seen: Window,
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            can = q_BMHW.shape[-1] <= _DETERMINISTIC_DIM
+            dq, dk, dv = (torch.empty_like(x) for x in (q_BMHW, k_BNHW, v_BNHW))
+            flash._flash_attn_backward(
+                dout_BMHW,
+                q_BMHW,
+                k_BNHW,
+                v_BNHW,
+                out_BMHW,
+                lse,
+                dq=dq,
+                dk=dk,
+                dv=dv,
+                softmax_scale=scale,
+                is_causal=seen.is_causal,
+                window_size_left=-1 if seen.left is None else seen.left,
+                window_size_right=-1 if seen.right is None else seen.right,
+                softcap=softcap or 0.0,
+                deterministic=can and torch.are_deterministic_algorithms_enabled(),
+            )
+            return dq, dk, dv
+
+        parts = launches.in_one(q.shape[2], k.shape[2], form)
+        return launches.backward(launch, parts, dout, q, k, v, out, lse, dlse)

@@ -1,0 +1,302 @@
+"""flash-attn 2, 3 and 4 on the CPU: the signatures, conventions and demands of the packages, in plain torch, any dtype.
+
+Read in Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp (v2.7.0 to
+v2.8.3), hopper/flash_attn_interface.py and hopper/flash_api.cpp, flash_attn/cute/interface.py (0251105a, August 2026).
+Those of 2 and 3 are custom ops there, and so here: dispatch checks the types. A stand-in shows that an adapter calls as
+the source says; it shows nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import torch
+from kernel_standins import INF, _check_plain_lse, _group_sum, _repeat, _wide, _window_mask
+from torch import Tensor
+
+CALLS: list[tuple[str, dict]] = []
+"""What was called, with what is not a tensor."""
+
+
+def _cap(scores, softcap):
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _dense(q, k, v, mask, scale, softcap):
+    """out (B, M, H, X) and lse with -inf for rows that see nothing."""
+    q, k, v = (x.transpose(1, 2) for x in _wide(q, k, v))
+    k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+    scores = _cap(q @ k.mT * scale, softcap).masked_fill(~mask, -INF)
+    lse = scores.logsumexp(-1)
+    out = torch.exp(scores - lse.masked_fill(lse == -INF, 0.0).unsqueeze(-1)) @ v
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def _dense_backward(dout, q, k, v, out, lse, dlse, mask, scale, softcap):
+    """dq, dk, dv (B, S, H, W), in the dtype of q."""
+    kv_heads, dtype = k.shape[2], q.dtype
+    dout, q, k, v, out = (x.transpose(1, 2) for x in _wide(dout, q, k, v, out))
+    k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+    capped = _cap(q @ k.mT * scale, softcap)
+    probs = torch.exp(capped.masked_fill(~mask, -INF) - lse.unsqueeze(-1))
+    delta = (dout * out).sum(-1) - (0 if dlse is None else dlse)
+    dscores = probs * (dout @ v.mT - delta.unsqueeze(-1)) * scale
+    if softcap:
+        dscores = dscores * (1 - (capped / softcap) ** 2)
+    grads = dscores @ k, _group_sum(dscores.mT @ q, kv_heads), _group_sum(probs.mT @ dout, kv_heads)
+    return tuple(x.transpose(1, 2).to(dtype) for x in grads)
+
+
+def _check(q, k, v, softcap, *more, one_dim=True, largest=256):
+    for x in (q, k, v, *more):
+        assert x.stride(-1) == 1, "Input tensor must have contiguous last dimension"
+        assert x.data_ptr() % 16 == 0, "misaligned address"
+        assert all(x.stride(d) * x.element_size() % 16 == 0 for d in range(3)), "misaligned rows"
+        assert x.dtype == q.dtype
+        assert x.shape[-1] % 8 == 0, "head_size should be a multiple of 8"
+        assert x.shape[-1] <= largest
+    assert q.shape[-1] == k.shape[-1]
+    assert k.shape[:3] == v.shape[:3]
+    assert q.shape[2] % k.shape[2] == 0
+    assert not one_dim or q.shape[-1] == v.shape[-1]
+    assert isinstance(softcap, float)
+
+
+def _copied(grads, out_of):
+    for x, y in zip(grads, out_of, strict=True):
+        assert x.shape == y.shape
+        assert x.stride(-1) == 1
+        x.copy_(y)
+
+
+# --- flash-attn 2
+
+
+@torch.library.custom_op("flash_attn_standin::_flash_attn_forward", mutates_args=())
+def fa2_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = {"causal": causal, "window": (window_size_left, window_size_right), "softcap": softcap}
+    CALLS.append(("fa2_forward", options))
+    _check(q, k, v, softcap)
+    assert dropout_p == 0.0
+    assert alibi_slopes is None
+    assert not return_softmax, "return_softmax is only supported when p_dropout > 0.0"
+    m, n = q.shape[1], k.shape[1]
+    mask = _window_mask(m, n, causal and m > 1, window_size_left, window_size_right)
+    out, lse = _dense(q, k, v, mask, softmax_scale, softcap)
+    lse = lse.masked_fill(lse == -INF, INF)
+    return out.to(q.dtype), lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)
+
+
+@torch.library.custom_op("flash_attn_standin::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
+def fa2_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    options = {"causal": causal, "window": (window_size_left, window_size_right), "softcap": softcap}
+    CALLS.append(("fa2_backward", {**options, "deterministic": deterministic}))
+    _check(q, k, v, softcap, out, dout)
+    _check_plain_lse(softmax_lse, (q.shape[0], q.shape[2], q.shape[1]), q.dtype)
+    assert dropout_p == 0.0
+    assert alibi_slopes is rng_state is None
+    mask = _window_mask(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
+    grads = _dense_backward(dout, q, k, v, out, softmax_lse, None, mask, softmax_scale, softcap)
+    _copied((dq, dk, dv), grads)
+    return torch.empty_like(softmax_lse)
+
+
+# --- flash_attn_3
+
+
+def _edges_of_3(m, n, causal, left, right):
+    """As hopper/flash_api.cpp has it: -1 is no edge, and an edge as wide as the other side is none."""
+    left = -1 if left >= n - 1 else left
+    right = -1 if right >= m - 1 else right
+    right = 0 if causal else right
+    return _mask_of_edges(m, n, None if left < 0 else left, None if right < 0 else right)
+
+
+def _mask_of_edges(m, n, left, right):
+    ahead = torch.arange(n) - torch.arange(m).unsqueeze(1) - (n - m)
+    mask = torch.ones(m, n, dtype=torch.bool)
+    if left is not None:
+        mask &= ahead >= -left
+    return mask if right is None else mask & (ahead <= right)
+
+
+@torch.library.custom_op("flash_attn_3_standin::_flash_attn_forward", mutates_args=())
+def fa3_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    qv: Tensor | None = None,
+    out_: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = {"causal": causal, "window": (window_size_left, window_size_right), "softcap": softcap}
+    CALLS.append(("fa3_forward", options))
+    _check(q, k, v, softcap)
+    assert softmax_scale is not None
+    mask = _edges_of_3(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
+    out, lse = _dense(q, k, v, mask, softmax_scale, softcap)
+    return out.to(q.dtype), lse, torch.tensor([]), torch.tensor([])
+
+
+@torch.library.custom_op("flash_attn_3_standin::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
+def fa3_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sequed_q: Tensor | None = None,
+    sequed_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    options = {"causal": is_causal, "window": (window_size_left, window_size_right), "softcap": softcap}
+    CALLS.append(("fa3_backward", {**options, "deterministic": deterministic}))
+    _check(q, k, v, softcap, out, dout)
+    _check_plain_lse(softmax_lse, (q.shape[0], q.shape[2], q.shape[1]), q.dtype)
+    assert softmax_scale is not None
+    assert not deterministic or q.shape[-1] <= 192, "Deterministic backward not supported for hdim 256."
+    mask = _edges_of_3(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
+    grads = _dense_backward(dout, q, k, v, out, softmax_lse, None, mask, softmax_scale, softcap)
+    _copied((dq, dk, dv), grads)
+    return torch.empty_like(softmax_lse)
+
+
+# --- flash-attn-4
+
+
+def _edges_of_4(m, n, causal, left, right):
+    """None is no edge, other numbers are meant; a sum below 0 would be taken for no edges."""
+    for edge in (left, right):
+        assert edge is None or edge >= 0, "-1 would be an edge one before the diagonal"
+    return _mask_of_edges(m, n, left, 0 if causal else right)
+
+
+def fa4_forward(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+    max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+    window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None,
+    intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None,
+    block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None, q_descale=None,
+    k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None,
+    disable_scheduler_metadata=False,
+):  # fmt: skip
+    options = {"causal": causal, "window": (window_size_left, window_size_right), "softcap": softcap}
+    CALLS.append(("fa4_forward", options))
+    _check(q, k, v, softcap, one_dim=False)
+    assert softmax_scale is not None
+    assert qv is None
+    mask = _edges_of_4(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
+    out, lse = _dense(q, k, v, mask, softmax_scale, softcap)
+    wanted = return_lse or any(x.requires_grad for x in (q, k, v))
+    return out.to(q.dtype), lse if wanted else None, None, None
+
+
+def fa4_backward(
+    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+    window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2,
+    num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2,
+    AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None,
+    score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
+    learnable_sink=None,
+):  # fmt: skip
+    options = {"causal": causal, "window": (window_size_left, window_size_right), "softcap": softcap}
+    CALLS.append(("fa4_backward", {**options, "deterministic": deterministic}))
+    _check(q, k, v, softcap, one_dim=False)
+    assert dout.shape == out.shape == (*q.shape[:3], v.shape[-1])
+    assert dout.dtype == out.dtype == q.dtype
+    for x in (lse, *(() if dlse is None else (dlse,))):
+        _check_plain_lse(x, (q.shape[0], q.shape[2], q.shape[1]), q.dtype)
+    assert dq is dk is dv is learnable_sink is None
+    mask = _edges_of_4(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
+    return _dense_backward(dout, q, k, v, out, lse, dlse, mask, softmax_scale, softcap)
+
+
+MODULES = {
+    "flash_attn.flash_attn_interface": {"_flash_attn_forward": fa2_forward, "_flash_attn_backward": fa2_backward},
+    "flash_attn_interface": {"_flash_attn_forward": fa3_forward, "_flash_attn_backward": fa3_backward},
+    "flash_attn.cute.interface": {"_flash_attn_fwd": fa4_forward, "_flash_attn_bwd": fa4_backward},
+}
+
+
+def install(monkeypatch, *names, **instead):
+    """Put stand-in modules (all, if none is named) in place, with some functions replaced; CALLS starts anew."""
+    CALLS.clear()
+    for name in names or MODULES:
+        module = ModuleType(name)
+        module.__dict__.update({**MODULES[name], **{key: instead[key] for key in instead if key in MODULES[name]}})
+        monkeypatch.setitem(sys.modules, name, module)
