@@ -337,7 +337,9 @@ def test_nested_contexts(worlds, world_size):
 
 def check_meshes(mesh):
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    with pytest.raises(ringcp.LayoutError, match=r"^mesh: expected a mesh of 1 dim, or of .*, got one of 2.*mesh\[\"cp\"\]"):
+    with pytest.raises(
+        ringcp.LayoutError, match=r"^mesh: expected a mesh of 1 dim, or of .*, got one of 2.*mesh\[\"cp\"\]"
+    ):
         check_works(whole)
     with pytest.raises(ringcp.LayoutError, match=r"^mesh: expected a 1-D or 2-D DeviceMesh, got ProcessGroup"):
         check_works(mesh.get_group())

@@ -178,6 +178,7 @@ def test_in_a_context(worlds, world_size, where, checkpointed, mode):
 
 def refused_buffers(mesh):
     layout = joint(NUM, SEQ_LEN, mesh.size())
+    packed = torch.cat([torch.arange(NUM), torch.arange(SEQ_LEN) % 7])
     for x, error, words in (
         (
             torch.zeros(NUM),
