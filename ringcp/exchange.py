@@ -87,6 +87,7 @@ def forward(
         out, lse = yield from executor.forward(job, q_heads, k_heads, v_heads)
     else:  # more ranks than heads
         out, lse = q_heads.new_empty(*q_heads.shape[:3], v.shape[3]), q_heads.new_empty(q_heads.shape[:3])
+    del q_heads, k_heads, v_heads
     results = _Field(out, "q", q.dtype), _Field(lse, "q", accumulator_dtype(q.dtype))
     out, lse = yield from _to_rows(job, exchange, "forward", results, Heads(q.shape[1], k.shape[1]))
     return out, lse
@@ -113,6 +114,7 @@ def backward(
         grads = yield from executor.backward(job, dout, dlse, q_heads, k_heads, v_heads, out, lse)
     else:
         grads = q_heads, k_heads, v_heads
+    del dout, q_heads, out, lse, more, dlse, k_heads, v_heads
     wide = accumulator_dtype(k.dtype) if replicates(exchange.shares) else k.dtype
     dq, dk, dv = grads
     results = _Field(dq, "q", q.dtype), _Field(dk, "kv", wide), _Field(dv, "kv", wide)
