@@ -296,7 +296,14 @@ MODULES = {
 def install(monkeypatch, *names, **instead):
     """Put stand-in modules (all, if none is named) in place, with some functions replaced; CALLS starts anew."""
     CALLS.clear()
-    for name in names or MODULES:
-        module = ModuleType(name)
-        module.__dict__.update({**MODULES[name], **{key: instead[key] for key in instead if key in MODULES[name]}})
+    for name, module in modules(*names, **instead).items():
         monkeypatch.setitem(sys.modules, name, module)
+
+
+def modules(*names, **instead):
+    """The same, by name."""
+    made = {}
+    for name in names or MODULES:
+        made[name] = ModuleType(name)
+        made[name].__dict__.update({**MODULES[name], **{key: instead[key] for key in instead if key in MODULES[name]}})
+    return made

@@ -46,9 +46,10 @@ MISMATCHES = {
     ),
     "mask": (lambda _: {"mask": ringcp.Window(3)}, ["mask=Window(3, 0), not mask=Causal()"]),
     "no mask": (lambda _: {"mask": None}, ["mask=Full(), not mask=Causal()"]),
-    "mode": (lambda _: {"mode": "ring"}, ["mode=ring, not mode=auto"]),
+    "mode": (lambda _: {"mode": "gather"}, ["mode=gather, not mode=ring"]),
     "kernel": (lambda _: {"kernel": "reference"}, ["kernel=reference, not kernel=sdpa"]),
     "scale": (lambda _: {"scale": 0.5}, ["scale=0.5, not scale=None"]),
+    "softcap": (lambda _: {"softcap": 30.0}, ["softcap=30.0, not softcap=None"]),
     "seq_len": (lambda c: {"seq_len": seq_len_of(c["mesh"].size())}, ["seq_len=", "not seq_len=None"]),
     "agree": (lambda _: {"agree": "context"}, ["agree=context, not agree=call"]),
     "requires_grad": (

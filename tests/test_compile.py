@@ -319,17 +319,34 @@ def check_op(mesh):
         q = torch.randn(2, 4, length, dims[0], requires_grad=True)
         k = torch.randn(2, 2, length, dims[0], requires_grad=True)
         v = torch.randn(2, length, 2, dims[1]).transpose(1, 2).requires_grad_()
-        args = (q, k, v, ringcp.HeadTail(length, 1).spec, ringcp.Causal().spec, group_name)
-        args += ("auto", "auto", None, None, "call", None, True, True, "", "")
+        args = (q, k, v, ringcp.HeadTail(length, 1).spec, None, ringcp.Causal().spec, group_name)
+        args += (
+            "auto",
+            None,
+            None,
+            "auto",
+            None,
+            None,
+            None,
+            "call",
+            None,
+            True,
+            True,
+            "",
+            "",
+        )  # no softcap, scale, length
         # Numbers of a symbolic trace are those of a call that has been counted: the call number in `facts` differs.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.ringcp.attention.default, args, test_utils=tests)
         out, lse, facts = torch.ops.ringcp.attention(*(x.detach() if x is q or x is k or x is v else x for x in args))
-        assert (facts.dtype, facts.shape, facts.device.type) == (torch.int64, (4,), "cpu")
+        assert (facts.dtype, facts.shape, facts.device.type) == (torch.int64, (7,), "cpu")
         upstream = (torch.randn_like(out), torch.randn_like(lse))
-        tensors = (q.detach(), k.detach(), v.detach(), out, lse, *args[3:5], facts)
+        tensors = (q.detach(), k.detach(), v.detach(), out, lse, *args[3:6], facts)
+        unsaid = (None,) * 4
         torch.library.opcheck(
-            torch.ops.ringcp.attention_backward.default, (*upstream, *tensors, group_name, None, None), test_utils=tests
+            torch.ops.ringcp.attention_backward.default,
+            (*upstream, *tensors, group_name, *(None,) * 4),
+            test_utils=tests,
         )
 
 

@@ -410,7 +410,7 @@ def sent(mesh):
     layout, found = ringcp.HeadTail(13, mesh.size()), []
     q, k, v = (layout.shard(x.detach(), mesh.get_local_rank(), -2) for x in whole_tensors(13))
     for repeats in (1, 2):
-        with ringcp.context_parallel(mesh, layout=layout), ringcp.record() as recorder:
+        with ringcp.context_parallel(mesh, layout=layout, mode="ring"), ringcp.record() as recorder:
             gqa(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
         found.append(recorder.bytes_sent)
     return found

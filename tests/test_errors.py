@@ -78,7 +78,12 @@ CALLS = {
         ["got attn_mask=a tensor (9, 9) of torch.float32; pass mask="],
     ),
     "dropout_p": (option(dropout_p=0.0), K, ["got dropout_p=0.0; leave it out: dropout"]),
-    "softcap": (option(softcap=0.0), A, ["softcap", "expected a positive number or None", "got 0.0", "pass None"]),
+    "softcap": (option(softcap=0.0), A, ["softcap: expected a positive number or None, got 0.0; pass None"]),
+    "alibi_slopes": (
+        option(alibi_slopes=torch.ones(4)),
+        K,
+        ["got alibi_slopes=a tensor (4,)", "leave it out: no kernel"],
+    ),
     "sinks": (option(sinks=torch.ones(3)), A, ["sinks: expected a floating tensor", "each query head, (4,)", "(3,)"]),
     "enable_gqa": (option(enable_gqa=True), K, ["got enable_gqa=True; leave it out: the head counts say it"]),
     "group": (option(group=None), K, ["got group=None; pass mesh=", "DeviceMesh.from_group"]),

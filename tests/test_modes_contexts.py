@@ -34,7 +34,7 @@ def check_context(mesh, way, inside, nested):
     run = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     with ringcp.context_parallel(own, buffers=buffers, buffer_seq_dims=[2] * 3, **options) as context:
         assert (context.mode, context.layout) == (options["mode"], layout)
-        assert context.ulysses_degree == (2 if way in ("usp", "usp on a grid", "gather on a grid") else None)
+        assert context.options.ulysses_degree == (2 if way in ("usp", "usp on a grid", "gather on a grid") else None)
         assert torch.equal(buffers[0], layout.shard(qkv[0], rank, 2))
         assert torch.equal(context.positions, layout.positions(rank))
         if nested:

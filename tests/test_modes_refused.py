@@ -118,8 +118,8 @@ def refuse_meshes(mesh):
     deep = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("cp", "sp", "tp"))
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "cp"))
     for wrong, words in (
-        (deep, "mesh: expected a mesh of 1 or 2 dims, got one of 3 dims ('cp', 'sp', 'tp'); take the slice"),
-        (turned, "mesh: expected the ring axis first and the exchange axis last, ('cp', 'sp'), got ('sp', 'cp'); make"),
+        (deep, "mesh: expected a mesh of 1 dim, or of the dims ('cp', 'sp'), in this order, got one of 3 dims"),
+        (turned, "mesh: expected a mesh of 1 dim, or of the dims ('cp', 'sp'), in this order, got one of 2 dims"),
         (None, "mesh: expected a 1-D or 2-D DeviceMesh, got NoneType; make one with"),
     ):
         for run in (
