@@ -320,21 +320,8 @@ def check_op(mesh):
         k = torch.randn(2, 2, length, dims[0], requires_grad=True)
         v = torch.randn(2, length, 2, dims[1]).transpose(1, 2).requires_grad_()
         args = (q, k, v, ringcp.HeadTail(length, 1).spec, None, ringcp.Causal().spec, group_name)
-        args += (
-            "auto",
-            None,
-            None,
-            "auto",
-            None,
-            None,
-            None,
-            "call",
-            None,
-            True,
-            True,
-            "",
-            "",
-        )  # no softcap, scale, length
+        unsaid = (None,) * 3
+        args += ("auto", None, None, "auto", *unsaid, "call", None, True, True, "", "")
         # Numbers of a symbolic trace are those of a call that has been counted: the call number in `facts` differs.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.ringcp.attention.default, args, test_utils=tests)
@@ -342,10 +329,9 @@ def check_op(mesh):
         assert (facts.dtype, facts.shape, facts.device.type) == (torch.int64, (7,), "cpu")
         upstream = (torch.randn_like(out), torch.randn_like(lse))
         tensors = (q.detach(), k.detach(), v.detach(), out, lse, *args[3:6], facts)
-        unsaid = (None,) * 4
         torch.library.opcheck(
             torch.ops.ringcp.attention_backward.default,
-            (*upstream, *tensors, group_name, *(None,) * 4),
+            (*upstream, *tensors, group_name, None, *unsaid),
             test_utils=tests,
         )
 

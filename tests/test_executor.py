@@ -274,5 +274,5 @@ class Constant(FakeKernel):
         super().__init__([])
         self.value = value
 
-    def backward(self, dout, q, k, v, out, lse, dlse, *, form, scale):
+    def backward(self, dout, q, k, v, out, lse, dlse, *, form, scale, softcap=None):
         return tuple(torch.full_like(x, self.value) for x in (q, k, v))

@@ -83,7 +83,7 @@ def enter(options, layout):
 def refuse(mesh, what, odd):
     """On all ranks (odd None) or on one: all raise, nothing is sent, and the next call works."""
     options, kind, words = WRONG[what]
-    options, call = resolved(options, mesh), make_call(mesh, 13)[0]
+    options, call = resolved(options, mesh), {**make_call(mesh, 13)[0], "mode": "auto"}
     right = {"mesh": options["mesh"]}
     mine = odd is None or mesh.get_local_rank() == odd
     varlen = [call[name][0].transpose(0, 1) for name in "qkv"]
