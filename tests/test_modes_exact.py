@@ -60,11 +60,11 @@ def drawn(world_size: int, ways: Sequence[tuple[str, int | None]], num: int) -> 
 
 
 def over_gloo(world_size: int) -> list[Case]:
-    return list(drawn(world_size, OVER_GLOO[world_size], 36))
+    return list(drawn(world_size, OVER_GLOO[world_size], 24))
 
 
 def here(world_size: int) -> list[Case]:
-    return list(drawn(world_size, HERE[world_size], 36 if world_size == 8 else 10))
+    return list(drawn(world_size, HERE[world_size], 24 if world_size == 8 else 10))
 
 
 @pytest.mark.parametrize("world_size", OVER_GLOO)
@@ -109,7 +109,7 @@ def check_poisoned(mesh, cases):
 
 
 def test_buffers_full_of_nan(worlds):
-    cases = list(drawn(5, OVER_GLOO[4], 18))
+    cases = list(drawn(5, OVER_GLOO[4], 12))
     assert_none(worlds(4).run(check_poisoned, cases, timeout=110))
 
 

@@ -90,10 +90,10 @@ def exchanged(degree: int, heads: Heads, dtype: torch.dtype, place: int, rings: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_exchange_holds_rows_and_heads_once_more(dtype):
     for heads, (world_size, degree) in itertools.product(
-        (Heads(8, 8), Heads(8, 2), Heads(7, 1), Heads(3, 3)), ((2, 2), (4, 4), (8, 2))
+        (Heads(8, 8), Heads(8, 2), Heads(7, 1), Heads(3, 3)), ((2, 2), (4, 4), (6, 2))
     ):
         mode = "ulysses" if world_size == degree else "usp"
-        for place in (0, degree - 1):
+        for place in (0, degree - 1) if dtype == torch.float32 else (0,):
             seen = peaks(Choice(mode, degree, ""), world_size, heads, dtype, world_size - degree + place)
             expected = exchanged(degree, heads, dtype, place, rings=mode == "usp")
             assert seen == expected, (heads, world_size, degree, place)
