@@ -177,7 +177,7 @@ def mask_problem(mask: object) -> str:
     if name:
         return f"mask: expected a ringcp mask or None, got ringcp.{name}, not called; write ringcp.{name}(...)"
     if mask is not None and not isinstance(mask, Mask) and (callable(mask) or type(mask) is block_mask_type()):
-        return f"mask: expected a ringcp mask or None, got {shown(mask)}; write ringcp.Predicate(...) of it"
+        return f"mask: expected a ringcp mask or None, got {type(mask).__name__}; write ringcp.Predicate(...) of it"
     if mask is not None and not isinstance(mask, Mask):
         return f"mask: expected a ringcp mask or None, got {shown(mask)}; build one, such as ringcp.Causal()"
     return ""

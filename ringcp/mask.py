@@ -152,13 +152,9 @@ class Mask:
             ArgumentError: if a function looks at them, and they are not given.
         """
         looks = [mod.depends(q_positions.device) for mod in self._node.mods]
-        for name, given, used in zip(
-            ("batch", "heads"), (batch, heads), map(any, zip(*looks, strict=True)), strict=False
-        ):
-            if used and given is None:
-                raise ArgumentError(
-                    f"{name}: expected how many there are, since {self} looks at them, got None; give it"
-                )
+        for dim, (name, given) in enumerate((("batch", batch), ("heads", heads))):
+            if given is None and any(look[dim] for look in looks):
+                raise ArgumentError(f"{name}: expected how many there are, for {self}, got None; give the number")
         written = self.written(q_positions, k_positions, (0, self.rows or batch or 1), (0, heads or 1))
         return written[0, 0] if self.rows is None and written.shape[:2] == (1, 1) else written
 

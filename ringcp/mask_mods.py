@@ -127,7 +127,7 @@ def mask_mod_of(words: Iterator[int]) -> MaskMod:
     return mod
 
 
-def named(fn: object, name: object) -> MaskMod:
+def named(fn: Any, name: object) -> MaskMod:
     """What `ringcp.Predicate` is made of: see there."""
     block_mask = block_mask_type()
     is_blocks = block_mask is not None and isinstance(fn, block_mask)
@@ -137,14 +137,14 @@ def named(fn: object, name: object) -> MaskMod:
             f"fn: expected a function of (b, h, q_idx, kv_idx) or a BlockMask, got {what}; of a dense mask, pass "
             'lambda b, h, q, k: mask[q, k] and name="..."'
         )
-    given = getattr(fn.mask_mod if is_blocks else fn, "__name__", "<unnamed>") if name is None else name  # type: ignore[attr-defined]
+    given = getattr(fn.mask_mod if is_blocks else fn, "__name__", "<unnamed>") if name is None else name
     if not isinstance(given, str) or not given.isprintable() or not given or set(given) & set("<>=;"):
         raise ArgumentError(
-            f"name: expected a name by which the ranks know {fn!r} as the same, of printable characters but <, >, =, ;, "
-            f'got {given!r}; pass name="..."'
+            f"name: expected one by which ranks know {fn!r} as the same, printable and without any of <>=;, got "
+            f'{given!r}; pass name="..."'
         )
     if is_blocks:
-        *around, q_len, k_len = fn.shape  # type: ignore[attr-defined]
+        *around, q_len, k_len = fn.shape
         return MaskMod(_of_blocks(fn), given, (*(1,) * (2 - len(around)), *around, q_len, k_len))
     return MaskMod(fn, given)
 

@@ -74,6 +74,7 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.exact &= torch.Tag.nondeterministic_seeded not in func.tags  # vmap refuses chance
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(map(self.varies, tensors)):
             kept = func in _NEW and out.ndim == 0
