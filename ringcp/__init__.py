@@ -18,7 +18,7 @@ from ringcp.errors import (
 from ringcp.explain import explain
 from ringcp.interception import local_attention
 from ringcp.layout import Contiguous, HeadTail, Joint, Layout, Striped
-from ringcp.mask import Causal, Chunked, Documents, Full, Mask, Padding, Prefix, Window
+from ringcp.mask import Causal, Chunked, Documents, Full, Mask, Padding, Predicate, Prefix, Window
 from ringcp.record import record
 from ringcp.rotate import set_rotate_method
 from ringcp.sharding import all_gather, make_layout, shard, unshard
@@ -48,6 +48,7 @@ __all__ = [
     "Mask",
     "Padding",
     "PeerError",
+    "Predicate",
     "Prefix",
     "RingcpError",
     "Striped",

@@ -52,6 +52,7 @@ def Balanced(seq_len: int, world_size: int, mask: Mask, *, chunk: int | None = N
         seq_len: number of tokens of the whole sequence.
         world_size: number of ranks.
         mask: the mask of the calls, with all that it leaves out: ``Documents(...) & Causal()`` where they are causal.
+            A `Predicate` counts as all the pairs that it could allow.
         chunk: the most tokens that a chunk may have. None: 8 chunks a rank, or 16 or 32 where ranks would otherwise be
             more than 2 % off the mean: few, so that the runs that kernels work on stay long (neighbouring chunks of a
             rank are one run). Each rank has 2, 4, 8, ... chunks in any case: then the edges of head-tail are among
@@ -67,6 +68,7 @@ def Balanced(seq_len: int, world_size: int, mask: Mask, *, chunk: int | None = N
             f"mask: expected the ringcp mask by which work is balanced, got {type(mask).__name__}; "
             "pass that of the calls, such as ringcp.Documents(lengths) & ringcp.Causal()"
         )
+    mask = mask.superset
     _check_length(mask, seq_len)
     if chunk is None:
         share = max(2, seq_len // world_size)  # a chunk has at least one token, if there are that many
@@ -83,7 +85,6 @@ def Balanced(seq_len: int, world_size: int, mask: Mask, *, chunk: int | None = N
     return Layout(DEALT, plain.seq_len, world_size, dealt.owners)
 
 
-@lru_cache(maxsize=64)
 def choose_layout(mask: Mask | None, seq_len: int, world_size: int) -> Layout:
     """The layout that suits a mask; None is full attention.
 
@@ -92,9 +93,15 @@ def choose_layout(mask: Mask | None, seq_len: int, world_size: int) -> Layout:
     - Every query attends to all before it, or to all: head-tail.
     - Anything else, such as documents, prefixes, padding and wide windows: balanced; if that comes out as one of the
       other two, that one, whose spec is shorter.
+
+    A `Predicate` counts as all the pairs that it could allow. Remembered for the last masks.
     """
+    return _chosen(Full() if mask is None else mask.superset, seq_len, world_size)
+
+
+@lru_cache(maxsize=64)
+def _chosen(mask: Mask, seq_len: int, world_size: int) -> Layout:
     head_tail, contiguous = HeadTail(seq_len, world_size), Contiguous(seq_len, world_size)
-    mask = Full() if mask is None else mask
     _check_length(mask, seq_len)
     sequence = Span(0, seq_len)
     rows = [merge_all(mask.pieces(sequence, sequence, row)) for row in range(mask.rows or 1)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
 from ringcp.layout import LAYOUT_NAMES, UNSIZED, Layout, layout_named_by
 from ringcp.mask import Mask, uncalled
+from ringcp.mask_mods import block_mask_type
 from ringcp.modes import MODES
 
 AGREE = ("call", "context")
@@ -175,6 +176,8 @@ def mask_problem(mask: object) -> str:
     name = uncalled(mask)
     if name:
         return f"mask: expected a ringcp mask or None, got ringcp.{name}, not called; write ringcp.{name}(...)"
+    if mask is not None and not isinstance(mask, Mask) and (callable(mask) or type(mask) is block_mask_type()):
+        return f"mask: expected a ringcp mask or None, got {type(mask).__name__}; write ringcp.Predicate(...) of it"
     if mask is not None and not isinstance(mask, Mask):
         return f"mask: expected a ringcp mask or None, got {shown(mask)}; build one, such as ringcp.Causal()"
     return ""
@@ -213,17 +216,18 @@ def layout_problem(layout: object, argument: str = "layout") -> str:
     return f"{argument}: expected a Layout or one of {names}, got {shown(layout)}; choose one of these"
 
 
-def check_mask(mask: Mask, q: Tensor, layout: Layout, cross: bool) -> None:
-    """The mask is of this batch and sequence.
+def check_mask(mask: Mask, q: Tensor, layout: Layout, kv_layout: Layout | None) -> None:
+    """The mask is of this batch and sequence; or of two, where keys have a layout of their own.
 
     Raises:
         LayoutError: if it is of another one.
-        UnsupportedError: for a mask of one sequence in `cross` attention, which has two.
+        UnsupportedError: for a mask of one sequence in cross-attention, which has two.
     """
-    problem = mask.problem(q.shape[0], layout.seq_len)
+    kv_len = None if kv_layout is None else kv_layout.seq_len
+    problem = mask.problem(q.shape[0], layout.seq_len, q_heads=q.shape[1], kv_len=kv_len)
     if problem:
         raise LayoutError(problem)
-    if cross and mask.of_one_sequence:
+    if kv_layout is not None and mask.of_one_sequence:
         raise UnsupportedError(
             f"mask: expected one of positions alone in cross-attention, got {mask}, whose lengths are of one sequence; "
             "pass mask=None, and leave padded keys out of k and v"

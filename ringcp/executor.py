@@ -16,6 +16,8 @@ G = B * g * (D + Dv) a row: forward (Ng + Nin + Nout) G, for the block in hand, 
 Nout own rows that go, where those that go to several ranks count once; backward the same again and (Ng + Nin + Nback) G
 in the accumulator's dtype, for the sum over the block, its parts that go and the Nback rows that come, one for each row
 and rank that has needed it, beside N R for the N own rows and dq. With a full mask Nback = Nin = Ng - N and Nout = N.
+
+A mask that functions say costs a bool for each row and key of one call, for each head and batch row if they differ.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from ringcp.lower import Plan, PlanStep
 from ringcp.merge import merge_
 from ringcp.record import CallLog, label
 from ringcp.schedule import Message
-from ringcp.steps import Kind, owner_words
+from ringcp.steps import Kind, Step, owner_words
 from ringcp.transport import Delivery, Parcel, Pending, Transport
+from ringcp.written import Written, WrittenStep
 
 Run = Generator[Pending, None, Any]
 
@@ -58,7 +61,8 @@ _WORDS = {"kv": "keys and values", "dkv": "gradients of keys and values"}
 class Job(NamedTuple):
     """One call on one rank: what is the same in forward and backward.
 
-    call: its number in the group. fingerprint: a hash of all on which the ranks must agree.
+    call: its number in the group. fingerprint: a hash of all on which the ranks must agree. written: for a mask of
+    which the plan does not say all.
     """
 
     plan: Plan
@@ -68,6 +72,7 @@ class Job(NamedTuple):
     call: int = 0
     fingerprint: int = 0
     softcap: float | None = None
+    written: Written | None = None
 
 
 def drive(run: Run) -> Any:
@@ -116,6 +121,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, Non
         pending = _post(job, log, "forward", i, step, {"kv": blocks})
         k_block, v_block = blocks.in_hand(i)
         with label(f"ringcp::fwd step {i} <- {owner_words(step.source)}"):
+            written = _written(job, job.plan.schedule.forward[i], q)
             for call in step.calls:
                 out_c, lse_c = job.kernel.forward(
                     part(q, call.batch, call.q_heads, call.q),
@@ -124,6 +130,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, Non
                     form=call.form,
                     scale=job.scale,
                     softcap=job.softcap,
+                    allowed=None if written is None else written.allowed(call),
                 )
                 if call.fresh:
                     out.write(call, out_c)
@@ -153,6 +160,7 @@ def backward(
         pending = _post(job, log, "backward", i, step, {"kv": blocks, "dkv": sums})
         k_block, v_block = blocks.in_hand(i)
         with label(f"ringcp::bwd step {i} <- {owner_words(step.source)}"):
+            written = _written(job, job.plan.schedule.backward[i], q)
             for call in step.calls:
                 on_q, on_k = (call.batch, call.q_heads, call.q), (call.batch, call.kv_heads, call.k)
                 dq_c, dk_c, dv_c = job.kernel.backward(
@@ -166,6 +174,7 @@ def backward(
                     form=call.form,
                     scale=job.scale,
                     softcap=job.softcap,
+                    allowed=None if written is None else written.allowed(call),
                 )
                 if call.fresh:
                     dq.write(call, dq_c)
@@ -178,6 +187,10 @@ def backward(
         blocks.settle(i)
         sums.settle(i)
     return dq.total, *sums.own()
+
+
+def _written(job: Job, step: Step, q: Tensor) -> WrittenStep | None:
+    return None if job.written is None or not step.tiles else job.written.of_step(step, q)
 
 
 class _Store(Protocol):

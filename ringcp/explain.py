@@ -137,7 +137,7 @@ def explain(
     device_type = _device_type(device, mesh)
     wrong = mask_problem(mask)
     mask = Full() if mask is None or wrong else mask
-    wrong = wrong or mask.problem(batch, seq_len)
+    wrong = wrong or mask.problem(batch, seq_len, q_heads=q_heads)
     if wrong:
         raise ArgumentError(wrong)
     choice = choose_mode(
@@ -269,7 +269,7 @@ def _degrees(choice: Choice, ranks: _Ranks) -> dict[Mode, int]:
 def _sent(mode: Mode, degree: int, mask: Mask, seq_len: int, world_size: int, weight: Weight) -> Traffic:
     layout = choose_layout(mask, seq_len, world_size)
     rows = grouped(layout, degree)
-    schedules = [build(rows, mask, ring(rows.world_size), rank) for rank in range(rows.world_size)]
+    schedules = [build(rows, mask.superset, ring(rows.world_size), rank) for rank in range(rows.world_size)]
     moved = gathered([_needed(s) for s in schedules]) if mode == "gather" else tuple(map(_planned, schedules))
     lengths = [layout.local_len(rank) for rank in range(world_size)]
     return most(usp_bytes(lengths, degree, moved, weight))  # the others are its extremes
@@ -313,7 +313,7 @@ def _alone_as_together(mask: Mask, seq_len: int, weight: Weight, dtype: torch.dt
     # The products of matrices depend on how their operands are aligned, but for bf16, which is packed first.
     if dtype != torch.bfloat16 and weight.head_dim * dtype.itemsize % 16:
         return False
-    whole = plan(Contiguous(seq_len, 1), mask, ring(1), 0, Heads(1, 1), KERNELS["sdpa_flash_cpu"].caps)
+    whole = plan(Contiguous(seq_len, 1), mask.superset, ring(1), 0, Heads(1, 1), KERNELS["sdpa_flash_cpu"].caps)
     calls = [call for step in whole.forward.steps for call in step.calls]
     if any(not call.fresh for call in calls):
         return False  # merging computes the last elements of a tensor otherwise than those before

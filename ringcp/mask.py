@@ -6,7 +6,7 @@ as long as the number of pieces, never as the area. What masks are made of is in
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
@@ -14,24 +14,27 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringcp.band import Band
+from ringcp.band import Band, Range
 from ringcp.errors import ArgumentError
 from ringcp.layout import Span
+from ringcp.mask_mods import named
 from ringcp.mask_nodes import (
     AndNode,
     CausalNode,
     ChunkedNode,
     DocumentsNode,
     FullNode,
+    Indices,
     Node,
     OrNode,
     PaddingNode,
     Pair,
+    PredicateNode,
     PrefixNode,
+    Sizes,
     WindowNode,
-    decode,
-    encode,
 )
+from ringcp.mask_spec import decode, encode
 from ringcp.spec import host_int64
 
 # Specs are padded to a multiple of this, so that different masks have specs of one shape and compile once.
@@ -67,6 +70,11 @@ class Mask:
         self.spec = host_int64(words)
         if len(words) > _SPEC_WORDS:
             torch._dynamo.maybe_mark_dynamic(self.spec, 0)
+        if node.mods:  # backward may have the spec alone
+            self.spec.mods = node.mods  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mask, (self._node,)
 
     @property
     def rows(self) -> int | None:
@@ -86,8 +94,18 @@ class Mask:
         """Whether it has no meaning between two sequences: it says where documents or padding end."""
         return self._node.of_one_sequence
 
+    @property
+    def explicit(self) -> bool:
+        """Whether `pieces` hold more than the allowed pairs, since functions say which of them are."""
+        return bool(self._node.mods)
+
+    @cached_property
+    def superset(self) -> Mask:
+        """A mask without functions, of the same pieces: what may be remembered without holding what they capture."""
+        return Mask(self._node.superset()) if self.explicit else self
+
     def pieces(self, q_span: Span, k_span: Span, row: int = 0) -> list[Band]:
-        """The disjoint bands of allowed pairs; see `Pieces.pieces`."""
+        """The disjoint bands of allowed pairs, or of those that could be; see `Pieces.pieces` and `explicit`."""
         if q_span.step == k_span.step or min(q_span.length, k_span.length) <= 1:
             step = q_span.step if q_span.length > 1 else k_span.step
             return self._node.pieces(Pair(q_span.start, q_span.length, k_span.start, k_span.length, step), row)
@@ -98,25 +116,58 @@ class Mask:
             one_by_one = [(0, j, q_span, Span(p, p + 1)) for j, p in enumerate(range(*k_span))]
         return [band.shift(i, j) for i, j, q, k in one_by_one for band in self.pieces(q, k, row)]
 
-    def problem(self, batch: int, seq_len: int) -> str:
-        """Why the mask does not fit a batch of sequences of this length; empty if it does."""
+    def problem(self, batch: int, seq_len: int, *, q_heads: int | None = None, kv_len: int | None = None) -> str:
+        """Why the mask does not fit a batch of sequences of this length; empty if it does.
+
+        q_heads, kv_len: of queries, if known, and of keys if these are another sequence.
+        """
         if self.rows not in (None, batch):
             return (
                 f"mask: expected one entry for each of {batch} batch rows, or one for all, got {self.rows} in {self}; "
                 "give one entry a batch row"
             )
-        wrong = self._node.problem(seq_len)
+        wrong = self._node.problem(Sizes(batch, q_heads, seq_len, seq_len if kv_len is None else kv_len))
         return f"mask: expected {wrong} in {self}; give what the sequence holds" if wrong else ""
 
-    def dense(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    def probe(self, batch: int, q_heads: int, q_len: int, k_len: int, device: torch.device) -> None:
+        """Try the functions in it on a few pairs.
+
+        Raises:
+            ArgumentError: if one of them raises, or gives something else than a bool tensor on this device.
+        """
+        for mod in self._node.mods:
+            mod.probe(batch, q_heads, q_len, k_len, device)
+
+    def dense(
+        self, q_positions: Tensor, k_positions: Tensor, *, batch: int | None = None, heads: int | None = None
+    ) -> Tensor:
         """The mask written out, True where the query attends to the key; for checks and small cases.
 
-        Bool (Sq, Sk), or (rows, 1, Sq, Sk) where batch rows have masks of their own.
+        Bool (Sq, Sk), or (B, 1, Sq, Sk) where batch rows have masks of their own, (1, H, Sq, Sk) or (B, H, Sq, Sk)
+        where a function looks at the query head.
+
+        batch, heads: how many there are; only of use where a function looks at them.
+
+        Raises:
+            ArgumentError: if a function looks at them, and they are not given.
         """
-        q_pos, k_pos = q_positions[:, None], k_positions[None, :]
+        looks = [mod.depends(q_positions.device) for mod in self._node.mods]
+        for dim, (name, given) in enumerate((("batch", batch), ("heads", heads))):
+            if given is None and any(look[dim] for look in looks):
+                raise ArgumentError(f"{name}: expected how many there are, for {self}, got None; give the number")
+        written = self.written(q_positions, k_positions, (0, self.rows or batch or 1), (0, heads or 1))
+        return written[0, 0] if self.rows is None and written.shape[:2] == (1, 1) else written
+
+    def written(self, q_positions: Tensor, k_positions: Tensor, batch: Range, heads: Range) -> Tensor:
+        """The mask written out for batch rows and query heads: bool (B, H, Sq, Sk), B or H 1 where all share one."""
+
+        def of(row: int, batch: Range) -> Tensor:
+            allowed = self._node.allows(Indices(q_positions[:, None], k_positions[None, :], batch, heads), row)
+            return allowed if allowed.ndim == 4 else allowed[None, None]
+
         if self.rows is None:
-            return self._node.allows(q_pos, k_pos, 0)
-        return torch.stack([self._node.allows(q_pos, k_pos, row) for row in range(self.rows)])[:, None]
+            return of(0, batch)
+        return torch.cat([of(row, (row, row + 1)) for row in range(*batch)])
 
     def __and__(self, other: Mask) -> Mask:
         _check_called(other)
@@ -257,6 +308,28 @@ def Documents(
     return Mask(DocumentsNode(_shared([edges(row) for row in counted])))
 
 
+def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, name: str | None = None) -> Mask:
+    """Any mask: a pair attends where ``fn(b, h, q_idx, kv_idx)`` is True, as a mask_mod of FlexAttention says it.
+
+    The indices are scalar tensors: batch row, query head, and positions in the whole sequences, wherever their tokens
+    are. Tensors that `fn` captures are whole ones too (not sharded buffers of a context), on the device of q.
+
+    Work is planned, moved and balanced for what it is combined with: ``Predicate(fn) & Causal()`` computes as much as
+    ``Causal()``, alone it is as dear as full attention. Each kernel call gets its part written out, evaluated anew in
+    forward and backward, rows times keys of bools (times heads and batch if `fn` looks at them).
+
+    Make it outside of compiled code. Ranks agree on the name alone: give different functions different names.
+
+    Args:
+        fn: the function, or a `BlockMask`: then as compiled FlexAttention reads it, for its sizes alone.
+        name: how the ranks know it as the same; None is the function's own name, which a lambda has not.
+
+    Raises:
+        ArgumentError: for what cannot be called, or has no name.
+    """
+    return Mask(PredicateNode(named(fn, name)))
+
+
 def _edges_of_lengths(lengths: list[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(accumulate(lengths, initial=0)))
 
@@ -301,7 +374,7 @@ def _count(name: str, value: Any) -> int:
 
 def uncalled(value: object) -> str:
     """The name of a function that makes masks, if it was passed in place of what it makes; else empty."""
-    makers = (Full, Causal, Window, Documents, Prefix, Padding, Chunked)
+    makers = (Full, Causal, Window, Documents, Prefix, Padding, Chunked, Predicate)
     return next((make.__name__ for make in makers if value is make), "")
 
 
@@ -318,7 +391,12 @@ def _shared(per_row: list[Any]) -> tuple[Any, ...]:
     return tuple(per_row) if any(entry != per_row[0] for entry in per_row) else (per_row[0],)
 
 
-@lru_cache(maxsize=256)
 def decode_mask(words: tuple[int, ...]) -> Mask:
     """The mask of a spec."""
+    # Only handles are negative. What functions capture must not live on in a memo.
+    return Mask(decode(iter(words))) if min(words) < 0 else _decoded(words)
+
+
+@lru_cache(maxsize=256)
+def _decoded(words: tuple[int, ...]) -> Mask:
     return Mask(decode(iter(words)))

@@ -1,13 +1,12 @@
-"""What masks are made of: nodes that answer which pairs of positions attend, and how they are written in a spec.
+"""What masks are made of: nodes that answer which pairs of positions attend.
 
-A new mask is a new class here, in `_NODES`, and a function that makes it in `mask.py`.
+A new mask is a new class here, one in `_NODES` of `mask_spec.py`, and a function that makes it in `mask.py`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ringcp.band import Band, Range, crop, full, intersect, subtract, trim
 from ringcp.errors import ArgumentError
+from ringcp.mask_mods import MaskMod
 
 
 class Pair(NamedTuple):
@@ -52,11 +52,31 @@ def _within(first: int, num: int, step: int, start: int, stop: int) -> Range:
     return min(max(0, -((first - start) // step)), num), min(max(0, -((first - stop) // step)), num)
 
 
+class Indices(NamedTuple):
+    """The pairs of some positions, q (M, 1) and k (1, N), for ranges of batch rows and of query heads."""
+
+    q: Tensor
+    k: Tensor
+    batch: Range
+    heads: Range
+
+
+class Sizes(NamedTuple):
+    """Of a call; None is not known."""
+
+    batch: int
+    q_heads: int | None
+    q_len: int
+    k_len: int
+
+
 class Node(Protocol):
-    """One node of a mask: a frozen dataclass whose fields are integers, tuples of such fields, or further nodes.
+    """One node of a mask: a frozen dataclass whose fields are integers, tuples of such fields, further nodes, or one
+    `MaskMod`.
 
     rows, reach: see `ringcp.mask.Pieces`. needs_band: whether a kernel must take more than full and causal rectangles.
     of_one_sequence: whether it says where in a sequence something ends, so that it has no meaning between two.
+    mods: the functions in it; if there are any, `pieces` hold more than the allowed pairs.
     """
 
     @property
@@ -71,23 +91,39 @@ class Node(Protocol):
     @property
     def of_one_sequence(self) -> bool: ...
 
+    @property
+    def mods(self) -> tuple[MaskMod, ...]: ...
+
     def pieces(self, pair: Pair, row: int) -> list[Band]: ...
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor, row: int) -> Tensor:
-        """Whether pairs attend, for positions that broadcast."""
+    def allows(self, at: Indices, row: int) -> Tensor:
+        """Whether pairs attend: bool, of a shape that broadcasts to (B, H, M, N), or (M, N) for all."""
         ...
 
-    def problem(self, seq_len: int) -> str:
-        """Why it does not fit a sequence of this length; empty if it does."""
+    def problem(self, sizes: Sizes) -> str:
+        """Why it does not fit a call of these sizes; empty if it does."""
+        ...
+
+    def superset(self) -> Node:
+        """What `pieces` tell of it: a node without functions."""
         ...
 
 
-class _AnySequence:
+class _Exact:
+    """Without functions."""
+
+    mods: ClassVar[tuple[MaskMod, ...]] = ()
+
+    def superset(self) -> Node:
+        return self  # type: ignore[return-value]
+
+
+class _AnySequence(_Exact):
     """One mask for all batch rows, that fits any length."""
 
     rows: ClassVar[None] = None
 
-    def problem(self, seq_len: int) -> str:
+    def problem(self, sizes: Sizes) -> str:
         return ""
 
 
@@ -102,8 +138,8 @@ class FullNode(_AnySequence):
     def pieces(self, pair: Pair, row: int) -> list[Band]:
         return _diagonal(pair, None, None)
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor, row: int) -> Tensor:
-        return torch.ones_like(q_pos - k_pos, dtype=torch.bool)
+    def allows(self, at: Indices, row: int) -> Tensor:
+        return torch.ones_like(at.q - at.k, dtype=torch.bool)
 
     def __str__(self) -> str:
         return "Full()"
@@ -120,8 +156,8 @@ class CausalNode(_AnySequence):
     def pieces(self, pair: Pair, row: int) -> list[Band]:
         return _diagonal(pair, 0, None)
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor, row: int) -> Tensor:
-        return q_pos >= k_pos
+    def allows(self, at: Indices, row: int) -> Tensor:
+        return at.q >= at.k
 
     def __str__(self) -> str:
         return "Causal()"
@@ -143,8 +179,8 @@ class WindowNode(_AnySequence):
     def pieces(self, pair: Pair, row: int) -> list[Band]:
         return _diagonal(pair, -self.right, self.left)
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor, row: int) -> Tensor:
-        return (q_pos - k_pos >= -self.right) & (q_pos - k_pos <= self.left)
+    def allows(self, at: Indices, row: int) -> Tensor:
+        return (at.q - at.k >= -self.right) & (at.q - at.k <= self.left)
 
     def __str__(self) -> str:
         return f"Window({self.left}, {self.right})"
@@ -172,8 +208,12 @@ class _Both:
     def of_one_sequence(self) -> bool:
         return self.a.of_one_sequence or self.b.of_one_sequence
 
-    def problem(self, seq_len: int) -> str:
-        return self.a.problem(seq_len) or self.b.problem(seq_len)
+    def problem(self, sizes: Sizes) -> str:
+        return self.a.problem(sizes) or self.b.problem(sizes)
+
+    @property
+    def mods(self) -> tuple[MaskMod, ...]:
+        return self.a.mods + self.b.mods
 
 
 @dataclass(frozen=True)
@@ -193,8 +233,14 @@ class AndNode(_Both):
         both = (intersect(x, y) for x in self.a.pieces(pair, row) for y in right)
         return [band for band in both if band is not None]
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor, row: int) -> Tensor:
-        return self.a.allows(q_pos, k_pos, row) & self.b.allows(q_pos, k_pos, row)
+    def allows(self, at: Indices, row: int) -> Tensor:
+        return self.a.allows(at, row) & self.b.allows(at, row)
+
+    def superset(self) -> Node:
+        if not self.mods:
+            return self
+        parts = [part for part in (self.a.superset(), self.b.superset()) if part != FullNode()]
+        return AndNode(*parts) if len(parts) == 2 else next(iter(parts), FullNode())
 
     def __str__(self) -> str:
         return f"({self.a} & {self.b})"
@@ -216,15 +262,21 @@ class OrNode(_Both):
             rest = [part for y in rest for part in subtract(y, x)]
         return left + rest
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor, row: int) -> Tensor:
-        return self.a.allows(q_pos, k_pos, row) | self.b.allows(q_pos, k_pos, row)
+    def allows(self, at: Indices, row: int) -> Tensor:
+        return self.a.allows(at, row) | self.b.allows(at, row)
+
+    def superset(self) -> Node:
+        if not self.mods:
+            return self
+        a, b = self.a.superset(), self.b.superset()
+        return FullNode() if FullNode() in (a, b) else OrNode(a, b)
 
     def __str__(self) -> str:
         return f"({self.a} | {self.b})"
 
 
 @dataclass(frozen=True)
-class DocumentsNode:
+class DocumentsNode(_Exact):
     """Both in one document.
 
     edges: for each batch row, or once for all, the edges 0 < e1 < e2 < ... of its documents.
@@ -252,14 +304,14 @@ class DocumentsNode:
             at += 1
         return result
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor, row: int) -> Tensor:
-        edges = torch.tensor(_of_row(self.edges, row), dtype=torch.int64, device=q_pos.device)
-        q_doc, k_doc = (torch.bucketize(pos, edges, right=True) for pos in (q_pos, k_pos))
-        return (q_doc == k_doc) & (q_pos < edges[-1])
+    def allows(self, at: Indices, row: int) -> Tensor:
+        edges = torch.tensor(_of_row(self.edges, row), dtype=torch.int64, device=at.q.device)
+        q_doc, k_doc = (torch.bucketize(pos, edges, right=True) for pos in (at.q, at.k))
+        return (q_doc == k_doc) & (at.q < edges[-1])
 
-    def problem(self, seq_len: int) -> str:
+    def problem(self, sizes: Sizes) -> str:
         longest = max(edges[-1] for edges in self.edges)
-        return f"documents of at most {seq_len} tokens in all, got {longest}" if longest > seq_len else ""
+        return f"documents of at most {sizes.q_len} tokens in all, got {longest}" if longest > sizes.q_len else ""
 
     def __str__(self) -> str:
         return f"Documents({_listed([[b - a for a, b in pairwise(edges)] for edges in self.edges])})"
@@ -282,15 +334,15 @@ class ChunkedNode(_AnySequence):
         starts = range(first - first % self.size, last, self.size)
         return [band for start in starts for band in pair.square(start, start + self.size)]
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor, row: int) -> Tensor:
-        return q_pos // self.size == k_pos // self.size
+    def allows(self, at: Indices, row: int) -> Tensor:
+        return at.q // self.size == at.k // self.size
 
     def __str__(self) -> str:
         return f"Chunked({self.size})"
 
 
 @dataclass(frozen=True)
-class PrefixNode:
+class PrefixNode(_Exact):
     """A key in the prefix, or not after the query.
 
     n: the length of the prefix, for each batch row or once for all.
@@ -311,18 +363,18 @@ class PrefixNode:
         rest = [crop(band, band.q, (cut, pair.num_k)) for band in _diagonal(pair, 0, None)]
         return [band for band in (prefix, *rest) if band is not None]
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor, row: int) -> Tensor:
-        return (k_pos < _of_row(self.n, row)) | (q_pos >= k_pos)
+    def allows(self, at: Indices, row: int) -> Tensor:
+        return (at.k < _of_row(self.n, row)) | (at.q >= at.k)
 
-    def problem(self, seq_len: int) -> str:
-        return f"a prefix of at most {seq_len} tokens, got {max(self.n)}" if max(self.n) > seq_len else ""
+    def problem(self, sizes: Sizes) -> str:
+        return f"a prefix of at most {sizes.q_len} tokens, got {max(self.n)}" if max(self.n) > sizes.q_len else ""
 
     def __str__(self) -> str:
         return f"Prefix({_listed(list(self.n))})"
 
 
 @dataclass(frozen=True)
-class PaddingNode:
+class PaddingNode(_Exact):
     """Both valid.
 
     valid: for each batch row, or once for all, the first valid position and the one after the last.
@@ -340,16 +392,52 @@ class PaddingNode:
     def pieces(self, pair: Pair, row: int) -> list[Band]:
         return pair.square(*_of_row(self.valid, row))
 
-    def allows(self, q_pos: Tensor, k_pos: Tensor, row: int) -> Tensor:
+    def allows(self, at: Indices, row: int) -> Tensor:
         start, stop = _of_row(self.valid, row)
-        return (q_pos >= start) & (q_pos < stop) & (k_pos >= start) & (k_pos < stop)
+        return (at.q >= start) & (at.q < stop) & (at.k >= start) & (at.k < stop)
 
-    def problem(self, seq_len: int) -> str:
+    def problem(self, sizes: Sizes) -> str:
         longest = max(stop for _, stop in self.valid)
-        return f"at most {seq_len} valid tokens, got {longest}" if longest > seq_len else ""
+        return f"at most {sizes.q_len} valid tokens, got {longest}" if longest > sizes.q_len else ""
 
     def __str__(self) -> str:
         return f"Padding({_listed([list(valid) for valid in self.valid])})"
+
+
+@dataclass(frozen=True)
+class PredicateNode:
+    """The pairs that a function allows; of which pieces know nothing."""
+
+    mod: MaskMod
+    rows: ClassVar[None] = None
+    reach: ClassVar[None] = None
+    needs_band: ClassVar[bool] = False
+    of_one_sequence: ClassVar[bool] = False
+
+    @property
+    def mods(self) -> tuple[MaskMod, ...]:
+        return (self.mod,)
+
+    def pieces(self, pair: Pair, row: int) -> list[Band]:
+        return _diagonal(pair, None, None)
+
+    def allows(self, at: Indices, row: int) -> Tensor:
+        return self.mod(at.batch, at.heads, at.q.flatten(), at.k.flatten())
+
+    def problem(self, sizes: Sizes) -> str:
+        if self.mod.shape is None:
+            return ""
+        wanted = (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)
+        of_all = [got == 1 or want in (got, None) for got, want in zip(self.mod.shape[:2], wanted[:2], strict=True)]
+        if all(of_all) and self.mod.shape[2:] == wanted[2:]:
+            return ""
+        return f"a BlockMask of (B, H, Q_LEN, KV_LEN) = {wanted}, or of B or H 1, got {self.mod.shape}"
+
+    def superset(self) -> Node:
+        return FullNode()
+
+    def __str__(self) -> str:
+        return str(self.mod)
 
 
 def _num_rows(per_row: tuple[Any, ...]) -> int | None:
@@ -380,45 +468,3 @@ def _diagonal(pair: Pair, least: int | None, most: int | None) -> list[Band]:
     hi = pair.num_q if most is None else (most - ahead) // pair.step
     band = trim((0, pair.num_q), (0, pair.num_k), lo, hi)
     return [] if band is None else [band]
-
-
-# The place in this tuple is the node's code in a spec.
-_NODES: tuple[type, ...] = (
-    FullNode,
-    CausalNode,
-    WindowNode,
-    AndNode,
-    OrNode,
-    DocumentsNode,
-    ChunkedNode,
-    PrefixNode,
-    PaddingNode,
-)
-
-
-def encode(node: Node) -> list[int]:
-    """Prefix notation: the code, then the fields; a tuple as its length and its items."""
-    return [_NODES.index(type(node)), *(word for value in vars(node).values() for word in _words(value))]
-
-
-def _words(value: Any) -> list[int]:
-    if isinstance(value, int):
-        return [value]
-    if isinstance(value, tuple):
-        return [len(value), *(word for item in value for word in _words(item))]
-    return encode(value)
-
-
-def decode(words: Iterator[int]) -> Node:
-    """The node that `encode` wrote."""
-    cls = _NODES[next(words)]
-    return cls(*(_value(field.type, words) for field in fields(cls)))
-
-
-def _value(kind: Any, words: Iterator[int]) -> Any:
-    if kind == "int":
-        return next(words)
-    if kind.startswith("tuple["):
-        item = kind.removeprefix("tuple[").removesuffix(", ...]")
-        return tuple(_value(item, words) for _ in range(next(words)))
-    return decode(words)

@@ -19,8 +19,11 @@ from ringcp.topology import Topology
 class Placing(Hashable, Protocol):
     """What a schedule needs to know of a layout. Implementations are hashable: schedules are memoised by them."""
 
-    seq_len: int
-    world_size: int
+    @property
+    def seq_len(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The runs of positions that `rank` owns, in local order; none of them is empty."""

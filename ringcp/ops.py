@@ -97,8 +97,12 @@ def attention_op(
                 _, given_len, given_world, *_ = kv_layout_spec.tolist()
                 known_kv_len = known_length(given_len, given_world, None, state.world_size, "kv_layout")
             factor = default_scale(q) if scale is None else scale
-            needs = mask.needs_band, needs_grad, needs_lse_grad
-            chosen = choose(kernel, problem_of(q, k, v, factor, softcap, *needs))
+            needs = mask.superset.needs_band, needs_grad, needs_lse_grad
+            chosen = choose(kernel, problem_of(q, k, v, factor, softcap, *needs, mask.explicit))
+            if mask.explicit:
+                q_len = _at_least(q, layout_spec, known_len, state)
+                k_len = q_len if kv_layout_spec is None else _at_least(k, kv_layout_spec, known_kv_len, state)
+                mask.probe(q.shape[0], q.shape[1], q_len, k_len, q.device)
         except RingcpError as error:
             refusal = error
         except Exception as error:  # whatever it is, this rank votes before it raises
@@ -127,7 +131,7 @@ def attention_op(
         kv_layout = None
         if kv_layout_spec is not None:
             kv_layout = _rest(kv_layout_spec, known_kv_len, [each.kv for each in lengths], ranks, state, "k, v")
-        check_mask(mask, q, layout, cross)
+        check_mask(mask, q, layout, kv_layout)
         context = ambient("context")
         if context is not None:
             context.attended()
@@ -204,6 +208,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, layout_spec, kv_layout_spec, mask_spec, facts)
     ctx.options = (group_name, memory, scale, softcap, timeout)
+    ctx.mods = getattr(mask_spec, "mods", ())  # also where hooks keep a copy of the spec
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
@@ -248,6 +253,11 @@ def _rest(
     layout = _sized(spec, known, lengths, state)
     check_lengths([layout.replicated + length for length in lengths], layout, ranks, names)
     return layout.rest
+
+
+def _at_least(x: Tensor, spec: Tensor, known: int | None, state: GroupState) -> int:
+    """How many tokens there are, as far as is known before the vote."""
+    return x.shape[2] if known is None else _sized(spec, known, [], state).rest.seq_len
 
 
 def _decoded_mask(spec: Tensor) -> Mask:

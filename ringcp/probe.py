@@ -153,8 +153,8 @@ class _Probe:
         if (shape, scale) not in self._known:
             at = torch.arange(shape.tokens)
             masks: dict[str, Tensor | None] = {"full": None, "causal": at[:, None] >= at}
-            if self._mask is not None and not self._mask.problem(shape.batch, shape.tokens):
-                masks["mask"] = self._mask.dense(at, at)
+            if self._mask is not None and not self._mask.problem(shape.batch, shape.tokens, q_heads=shape.heads):
+                masks["mask"] = self._mask.dense(at, at, batch=shape.batch, heads=shape.heads)
             attended = {name: _attend(*_inputs(shape), allowed, scale) for name, allowed in masks.items()}
             self._known[shape, scale] = attended
         return self._known[shape, scale]

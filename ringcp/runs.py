@@ -32,6 +32,7 @@ from ringcp.modes import Choice, head_shares
 from ringcp.schedule import Heads
 from ringcp.topology import ring
 from ringcp.transport import Among, Pending, Transport
+from ringcp.written import Written
 
 _ring = lru_cache(maxsize=64)(ring)
 
@@ -106,8 +107,9 @@ def make_run(
     if degree == 1:
         at_a_time = gather.heads_at_a_time(heads.kv) if gathering else None
         wiring = _ring(layout.world_size)
-        steps = plan(layout, mask, wiring, rank, heads, kernel.caps, gather=at_a_time, kv_layout=kv_layout)
-        return Run(Job(steps, kernel, scale, transport, call, fingerprint, softcap), None)
+        steps = plan(layout, mask.superset, wiring, rank, heads, kernel.caps, gather=at_a_time, kv_layout=kv_layout)
+        written = Written(mask, layout, kv_layout or layout, rank) if mask.explicit else None
+        return Run(Job(steps, kernel, scale, transport, call, fingerprint, softcap, written), None)
     grid = Grid(layout.world_size, degree)
     rows = grouped(layout, degree)
     kv_rows = None if kv_layout is None else grouped(kv_layout, degree)
@@ -119,8 +121,9 @@ def make_run(
     own = Heads(q1 - q0, kv1 - kv0, q0 - kv0 * group, group) if q0 < q1 else Heads(1, 1)
     at_a_time = gather.heads_at_a_time(own.kv) if gathering else None
     wiring = _ring(rows.world_size)
-    steps = plan(rows, mask, wiring, ring_rank, own, kernel.caps, gather=at_a_time, kv_layout=kv_rows)
+    steps = plan(rows, mask.superset, wiring, ring_rank, own, kernel.caps, gather=at_a_time, kv_layout=kv_rows)
     among_ring = Among(transport, grid.ring(rank))
     placements = Placements(rows.placements(ring_rank), (kv_rows or rows).placements(ring_rank))
     exchange = Exchange(place, shares, placements, Among(transport, grid.exchange(rank)))
-    return Run(Job(steps, kernel, scale, among_ring, call, fingerprint, softcap), exchange)
+    written = Written(mask, rows, kv_rows or rows, ring_rank, q0) if mask.explicit else None
+    return Run(Job(steps, kernel, scale, among_ring, call, fingerprint, softcap, written), exchange)

@@ -111,11 +111,12 @@ def trace(
             f"trace: expected a layout and a mask, got {layout!r} and {mask!r}; write "
             "trace(ringcp.HeadTail(seq_len, world_size), ringcp.Causal())"
         )
-    problem = mask.problem(mask.rows or 1, layout.seq_len) if isinstance(mask, Mask) else ""
+    pieces = mask.superset if isinstance(mask, Mask) else mask
+    problem = pieces.problem(pieces.rows or 1, layout.seq_len) if isinstance(pieces, Mask) else ""
     if problem:
         raise ArgumentError(problem)
     topology = ring(layout.world_size) if topology is None else topology
-    schedules = [build(layout, mask, topology, rank, heads, gather=gather) for rank in range(layout.world_size)]
+    schedules = [build(layout, pieces, topology, rank, heads, gather=gather) for rank in range(layout.world_size)]
     steps = [(rank, at, step) for rank, of in enumerate(schedules) for at, step in enumerate(of.forward)]
     work = (piece for rank, at, step in steps for piece in _work(layout, rank, at, step, row, heads))
     transfers = (

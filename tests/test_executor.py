@@ -68,11 +68,11 @@ class FakeKernel:
     def refusals(self, problem):
         return []
 
-    def forward(self, q, k, v, *, form, scale, softcap=None):
+    def forward(self, q, k, v, *, form, scale, softcap=None, allowed=None):
         self.events.append(Event("kernel", keys=k))
         return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3], dtype=torch.float32)
 
-    def backward(self, dout, q, k, v, out, lse, dlse, *, form, scale, softcap=None):
+    def backward(self, dout, q, k, v, out, lse, dlse, *, form, scale, softcap=None, allowed=None):
         self.events.append(Event("kernel", keys=k))
         return tuple(torch.zeros_like(x) for x in (q, k, v))
 
@@ -240,7 +240,7 @@ class Scaled(FakeKernel):
         self.large = large
         self.small = small
 
-    def backward(self, dout, q, k, v, out, lse, dlse, *, form, scale, softcap=None):
+    def backward(self, dout, q, k, v, out, lse, dlse, *, form, scale, softcap=None, allowed=None):
         block = k.flatten()[0].item()
         dq, dkv = (1.0 if block == first else self.small for first in (self.own, self.large))
         return torch.full_like(q, dq), torch.full_like(k, dkv), torch.full_like(v, dkv)
@@ -274,5 +274,5 @@ class Constant(FakeKernel):
         super().__init__([])
         self.value = value
 
-    def backward(self, dout, q, k, v, out, lse, dlse, *, form, scale, softcap=None):
+    def backward(self, dout, q, k, v, out, lse, dlse, *, form, scale, softcap=None, allowed=None):
         return tuple(torch.full_like(x, self.value) for x in (q, k, v))

@@ -22,6 +22,7 @@ class Problem:
 
     needs_band: whether calls may have two edges, or one that is not causal.
     needs_lse_grad: whether a gradient through the lse may come.
+    explicit: whether calls come with masks of any pairs, written out.
     softcap: scaled scores become ``softcap * tanh(score / softcap)`` before they are masked; None leaves them.
     deterministic: whether a kernel whose bits vary from run to run must refuse; by default, what torch was told.
     """
@@ -37,6 +38,7 @@ class Problem:
     needs_grad: bool
     needs_lse_grad: bool
     softcap: float | None = None
+    explicit: bool = False
     deterministic: bool = field(default_factory=_must_be_deterministic)
 
 
@@ -49,6 +51,7 @@ def problem_of(
     needs_band: bool,
     needs_grad: bool,
     needs_lse_grad: bool,
+    explicit: bool = False,
 ) -> Problem:
     """The problem that these tensors pose."""
     return Problem(
@@ -63,6 +66,7 @@ def problem_of(
         needs_grad=needs_grad,
         needs_lse_grad=needs_lse_grad,
         softcap=softcap,
+        explicit=explicit,
     )
 
 
@@ -85,9 +89,21 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        form: Form,
+        scale: float,
+        softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """out (B, Hq, M, Dv) in q's dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64 inputs)."""
+        """out (B, Hq, M, Dv) in q's dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64 inputs).
+
+        allowed: bool, broadcastable to (B, Hq, M, N): of the pairs of the form, those that attend; None for all. A row
+            that attends to nothing here has out 0 and lse -inf.
+        """
         ...
 
     def backward(
@@ -103,6 +119,7 @@ class Kernel(Protocol):
         form: Form,
         scale: float,
         softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of these pairs, in the inputs' dtype.
 

@@ -46,8 +46,17 @@ class Flash2:
         return PACKAGE.refusals(problem, range(8, 13), reasons)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        form: Form,
+        scale: float,
+        softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert allowed is None, "refused"
         flash = PACKAGE.load()
 
         def launch(q_BMHW: Tensor, k_BNHW: Tensor, v_BNHW: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
@@ -81,7 +90,9 @@ class Flash2:
         form: Form,
         scale: float,
         softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert allowed is None, "refused"
         flash = PACKAGE.load()
 
         def launch(

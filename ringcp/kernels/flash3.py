@@ -53,8 +53,17 @@ class Flash3:
         return PACKAGE.refusals(problem, (9,), reasons)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        form: Form,
+        scale: float,
+        softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert allowed is None, "refused"
         flash = PACKAGE.load()
 
         def launch(q_BMHW: Tensor, k_BNHW: Tensor, v_BNHW: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
@@ -85,7 +94,9 @@ class Flash3:
         form: Form,
         scale: float,
         softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert allowed is None, "refused"
         flash = PACKAGE.load()
 
         def launch(

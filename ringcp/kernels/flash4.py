@@ -58,8 +58,17 @@ class Flash4:
         return PACKAGE.refusals(problem, (_HOPPER, 10, 11), [*reasons, *_head_dims(problem)])
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        form: Form,
+        scale: float,
+        softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert allowed is None, "refused"
         seen = window(q.shape[2], k.shape[2], form)
         out_BMHX, lse_BHM, *_ = PACKAGE.load()._flash_attn_fwd(
             _rows_first(q),
@@ -87,7 +96,9 @@ class Flash4:
         form: Form,
         scale: float,
         softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert allowed is None, "refused"
         seen = window(q.shape[2], k.shape[2], form)
         dq_BMHW, dk_BNHW, dv_BNHX, *_ = PACKAGE.load()._flash_attn_bwd(
             _rows_first(q),

@@ -91,6 +91,12 @@ def allowed(m: int, n: int, form: Form, device: torch.device) -> Tensor:
     return mask_MN
 
 
+def attending(m: int, n: int, form: Form, allowed_BHMN: Tensor) -> Tensor:
+    """The allowed pairs of a form, with the dims of `allowed_BHMN`, of which the last two are whole."""
+    allowed_BHMN = allowed_BHMN.expand(*allowed_BHMN.shape[:2], m, n)
+    return allowed_BHMN if form == Form() else allowed_BHMN & allowed(m, n, form, allowed_BHMN.device)
+
+
 def additive_mask(
     m: int, n: int, form: Form, *, dtype: torch.dtype, device: torch.device, row_multiple: int = 1
 ) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ringcp.kernels.base import Form, Problem
-from ringcp.kernels.operands import allowed
+from ringcp.kernels.operands import allowed as in_form
+from ringcp.kernels.operands import attending
 from ringcp.kernels.refusals import word
 from ringcp.lower import Caps
 
@@ -33,12 +34,22 @@ class Reference:
 
     @torch.no_grad()
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        form: Form,
+        scale: float,
+        softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         q_BHRD, k_BHND, v_BHNE = _grouped(q, k.shape[1]), _wide(k), _wide(v)
-        scores_BHRN, _ = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap)
+        scores_BHRN, _ = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap, allowed)
         lse_BHR = scores_BHRN.logsumexp(-1)
-        out_BHRE = (scores_BHRN - lse_BHR.unsqueeze(-1)).exp() @ v_BHNE
+        # Of a row that attends to nothing, (-inf) - (-inf) has no value.
+        finite_BHR = lse_BHR if allowed is None else lse_BHR.masked_fill(lse_BHR == -torch.inf, 0.0)
+        out_BHRE = (scores_BHRN - finite_BHR.unsqueeze(-1)).exp() @ v_BHNE
         return _ungrouped(out_BHRE, q).to(q.dtype), lse_BHR.reshape(q.shape[:3])
 
     @torch.no_grad()
@@ -55,10 +66,11 @@ class Reference:
         form: Form,
         scale: float,
         softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_BHRD, k_BHND, v_BHNE = _grouped(q, k.shape[1]), _wide(k), _wide(v)
         dout_BHRE, out_BHRE = _grouped(dout, k.shape[1]), _grouped(out, k.shape[1])
-        scores_BHRN, slope_BHRN = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap)
+        scores_BHRN, slope_BHRN = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap, allowed)
         probs_BHRN = (scores_BHRN - lse.reshape(scores_BHRN.shape[:-1]).unsqueeze(-1)).exp()
         delta_BHR = (dout_BHRE * out_BHRE).sum(-1)
         if dlse is not None:
@@ -73,7 +85,13 @@ class Reference:
 
 
 def _scores(
-    q_BHRD: Tensor, k_BHND: Tensor, m: int, form: Form, scale: float, softcap: float | None
+    q_BHRD: Tensor,
+    k_BHND: Tensor,
+    m: int,
+    form: Form,
+    scale: float,
+    softcap: float | None,
+    allowed: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The scores, -inf where nothing attends; and with a softcap how much of a change of theirs it lets through."""
     scores_BHRN, slope_BHRN = q_BHRD @ k_BHND.mT * scale, None
@@ -81,8 +99,12 @@ def _scores(
         tanh_BHRN = (scores_BHRN / softcap).tanh_()
         # Before masking: at -inf it would be 1 - inf.
         scores_BHRN, slope_BHRN = tanh_BHRN * softcap, 1 - tanh_BHRN.square()
-    if form != Form():
-        mask_MN = allowed(m, k_BHND.shape[2], form, q_BHRD.device)
+    if allowed is not None:
+        pairs_BHMN = attending(m, k_BHND.shape[2], form, allowed)
+        heads = (1, 1) if pairs_BHMN.shape[1] == 1 else (k_BHND.shape[1], -1)
+        scores_BHRN.unflatten(2, (-1, m)).masked_fill_(~pairs_BHMN.unflatten(1, heads), float("-inf"))
+    elif form != Form():
+        mask_MN = in_form(m, k_BHND.shape[2], form, q_BHRD.device)
         scores_BHRN.unflatten(2, (-1, m)).masked_fill_(~mask_MN, float("-inf"))
     return scores_BHRN, slope_BHRN
 

@@ -28,8 +28,9 @@ def shared(
     max_dim: int | None,
     multiple: int,
     softcap: bool = False,
+    explicit: bool = False,
 ) -> list[str]:
-    """Refusals by device type, dtype, bands, softcap and head dims."""
+    """Refusals by device type, dtype, bands, written masks, softcap and head dims."""
     reasons = []
     if problem.device.type != device:
         reasons.append(f"device {problem.device.type} is not {device}")
@@ -39,6 +40,8 @@ def shared(
         reasons.append(f"scale {problem.scale:g} <= 0, which turns masked scores of -inf around")
     if problem.needs_band and caps.band == "none":
         reasons.append("cannot mask a window or another band")
+    if problem.explicit and not explicit:
+        reasons.append("no explicit masks (Predicate)")
     if problem.softcap is not None and not softcap:
         reasons.append("no softcap")
     if max_dim is not None:

@@ -135,6 +135,7 @@ def _described(problem: Problem) -> str:
     what += f", {problem.q_heads} query and {problem.kv_heads} key/value heads"
     wants = [
         (problem.needs_band, "windows or other bands"),
+        (problem.explicit, "explicit masks (Predicate)"),
         (problem.softcap is not None, "a softcap"),
         (problem.needs_grad, "gradients"),
         (problem.needs_grad and problem.needs_lse_grad, "a gradient through the lse"),

@@ -1,7 +1,7 @@
 """Kernel "sdpa_flash_cpu": torch's flash attention for CPUs.
 
 The op reads a last dim of any stride as if it were 1, and returns wrong numbers without a word; it takes every other
-stride, 0 included. It dies on 0 rows or keys. A row that attends to nothing would get lse 0.0; forms have none.
+stride, 0 included. It dies on 0 rows or keys. A row that attends to nothing gets lse 0.0; forms have none.
 
 Shapes: B batch, H heads, M query rows, N keys, D head dim of q and k, Dv of v, W the wider of both.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringcp.kernels import refusals
 from ringcp.kernels.base import Form, Problem
-from ringcp.kernels.operands import additive_mask, padded, shared_width, unit_stride, with_lse_grad
+from ringcp.kernels.operands import additive_mask, attending, padded, shared_width, unit_stride, with_lse_grad
 from ringcp.lower import Caps
 
 _aten = torch.ops.aten
@@ -39,17 +39,27 @@ class SdpaFlashCpu:
 
     def refusals(self, problem: Problem) -> list[str]:
         dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-        return refusals.shared(problem, self.caps, device="cpu", dtypes=dtypes, max_dim=None, multiple=1)
+        return refusals.shared(problem, self.caps, device="cpu", dtypes=dtypes, max_dim=None, multiple=1, explicit=True)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        form: Form,
+        scale: float,
+        softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert softcap is None, "refused"
         value_dim = v.shape[-1]
         width = max(q.shape[-1], value_dim)
         q_BHMW, k_BHNW, v_BHNW = (unit_stride(padded(x, width)) for x in (q, k, v))
-        is_causal, mask_MN = _mask(q, k, form)
-        out_BHMW, lse_BHM = self.forward_op(q_BHMW, k_BHNW, v_BHNW, 0.0, is_causal, attn_mask=mask_MN, scale=scale)
+        is_causal, mask = _mask(q, k, form, allowed)
+        out_BHMW, lse_BHM = self.forward_op(q_BHMW, k_BHNW, v_BHNW, 0.0, is_causal, attn_mask=mask, scale=scale)
+        if mask is not None and allowed is not None:
+            lse_BHM = lse_BHM.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
         return out_BHMW[..., :value_dim], lse_BHM
 
     def backward(
@@ -65,22 +75,27 @@ class SdpaFlashCpu:
         form: Form,
         scale: float,
         softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert softcap is None, "refused"
         dim, value_dim = q.shape[-1], v.shape[-1]
         width = shared_width(dim, value_dim, dlse, q.dtype, multiple=1 if dlse is None else _ALIGNED)
         q_BHMW, k_BHNW, v_BHNW = (unit_stride(padded(x, width)) for x in (q, k, v))
         dout_BHMW, out_BHMW = (unit_stride(x) for x in with_lse_grad(dout, out, dlse, width, q.dtype))
-        is_causal, mask_MN = _mask(q, k, form)
+        is_causal, mask = _mask(q, k, form, allowed)
         dq, dk, dv = self.backward_op(
-            dout_BHMW, q_BHMW, k_BHNW, v_BHNW, out_BHMW, lse, 0.0, is_causal, attn_mask=mask_MN, scale=scale
+            dout_BHMW, q_BHMW, k_BHNW, v_BHNW, out_BHMW, lse, 0.0, is_causal, attn_mask=mask, scale=scale
         )
         return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
 
 
-def _mask(q: Tensor, k: Tensor, form: Form) -> tuple[bool, Tensor | None]:
+def _mask(q: Tensor, k: Tensor, form: Form, allowed: Tensor | None) -> tuple[bool, Tensor | None]:
+    """Whether causal, and else 0 where a pair attends and -inf elsewhere, (M, N), or (B | 1, H | 1, M, N); or None."""
     m, n = q.shape[2], k.shape[2]
     assert m * n > 0, f"an empty tile of {m} rows and {n} keys must not reach a kernel"
+    if allowed is not None:
+        pairs_BHMN = attending(m, n, form, allowed)
+        return False, q.new_zeros(pairs_BHMN.shape).masked_fill_(~pairs_BHMN, -torch.inf)
     if form == Form():
         return False, None
     if form == Form(lo=0):

@@ -46,9 +46,17 @@ class SdpaCudnn:
         return reasons + refusals.cuda_build(problem, back_end="cudnn")
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        form: Form,
+        scale: float,
+        softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert softcap is None, "refused"
+        assert (softcap, allowed) == (None, None), "refused"
         if k.shape[2] == 1:
             return Reference().forward(q, k, v, form=form, scale=scale)
         value_dim = v.shape[-1]
@@ -72,8 +80,9 @@ class SdpaCudnn:
         form: Form,
         scale: float,
         softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert softcap is None, "refused"
+        assert (softcap, allowed) == (None, None), "refused"
         m, n, dim, value_dim = q.shape[2], k.shape[2], q.shape[-1], v.shape[-1]
         if n == 1:
             return Reference().backward(dout, q, k, v, out, lse, dlse, form=form, scale=scale)

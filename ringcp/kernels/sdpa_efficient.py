@@ -44,9 +44,17 @@ class SdpaEfficient:
         return reasons + refusals.cuda_build(problem, back_end="efficient")
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        form: Form,
+        scale: float,
+        softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert softcap is None, "refused"
+        assert (softcap, allowed) == (None, None), "refused"
         q_BHMW, k_BHNW, v_BHNW = (_repeated(_row_aligned(x, x.shape[-1]), q.shape[1]) for x in (q, k, v))
         out_BHMW, lse_BHR, *_ = self.forward_op(
             q_BHMW, k_BHNW, v_BHNW, _bias(q, k, form), True, 0.0, _is_causal(form), scale=scale
@@ -66,8 +74,9 @@ class SdpaEfficient:
         form: Form,
         scale: float,
         softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert softcap is None, "refused"
+        assert (softcap, allowed) == (None, None), "refused"
         m, dim, value_dim, kv_heads = q.shape[2], q.shape[-1], v.shape[-1], k.shape[1]
         value_width = round_up(value_dim + (0 if dlse is None else num_lse_columns(q.dtype)), _step(q))
         q_BHMW, k_BHNW = (_repeated(_row_aligned(x, dim), q.shape[1]) for x in (q, k))

@@ -47,9 +47,17 @@ class SdpaFlash:
         return reasons + refusals.cuda_build(problem, back_end="flash")
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, form: Form, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        form: Form,
+        scale: float,
+        softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert softcap is None, "refused"
+        assert (softcap, allowed) == (None, None), "refused"
 
         def launch(q_BMHW: Tensor, k_BNHW: Tensor, v_BNHW: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
             out_BMHW, lse_BHM, *_ = self.forward_op(
@@ -73,8 +81,9 @@ class SdpaFlash:
         form: Form,
         scale: float,
         softcap: float | None = None,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert softcap is None, "refused"
+        assert (softcap, allowed) == (None, None), "refused"
         # The op wants the state of a random generator that it reads only for dropout.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty((), dtype=torch.uint64, device=q.device)

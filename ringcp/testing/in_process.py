@@ -75,7 +75,7 @@ def in_process(
     full = Full() if mask is None else mask
     q_layout = _sized("layout", layout, q.shape[2], world_size)
     k_layout = _sized("kv_layout", kv_layout, k.shape[2], world_size) if kv_layout is not None else q_layout
-    check_mask(full, q, q_layout, cross)
+    check_mask(full, q, q_layout, k_layout if cross else None)
     heads = Heads(q.shape[1], k.shape[1])
     chosen = resolve_mode(
         mode, ulysses_degree, heads.q, heads.kv, q.shape[2], world_size, world_size, full, q.device.type
@@ -83,8 +83,8 @@ def in_process(
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     factor = default_scale(q) if scale is None else scale
     needs_lse = return_lse or sinks is not None
-    needs = full.needs_band, needs_grad, needs_grad and needs_lse
-    chosen_kernel = choose(kernel, problem_of(q, k, v, factor, softcap, *needs))
+    needs = full.superset.needs_band, needs_grad, needs_grad and needs_lse
+    chosen_kernel = choose(kernel, problem_of(q, k, v, factor, softcap, *needs, full.explicit))
 
     gather = gather_of(k, v, k.shape[2], gather_memory)
 

@@ -38,7 +38,8 @@ def reference_attention(
     if mask is None:
         allowed = torch.ones((), dtype=torch.bool, device=q.device)
     elif isinstance(mask, Mask):
-        allowed = mask.dense(*(torch.arange(x.shape[2], device=x.device) for x in (q, k)))
+        at = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
+        allowed = mask.dense(*at, batch=q.shape[0], heads=q.shape[1])
     else:
         allowed = mask
     scores = scores.masked_fill(~allowed, -torch.inf)
