@@ -152,7 +152,7 @@ def check_every_way(mesh):
 
     whole_leaves = [x.clone().requires_grad_() for x in tensors[:3]]
     with ringcp.context_parallel(mesh, buffers=whole_leaves, buffer_seq_dims=[2] * 3, softcap=CAP) as context:
-        assert context.softcap == CAP
+        assert context.options.softcap == CAP
         out = F.scaled_dot_product_attention(*whole_leaves, is_causal=True, enable_gqa=True)
         out.backward(layout.shard(tensors.dout, rank, 2))
     got = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), (x.grad for x in whole_leaves), strict=True))}
