@@ -178,7 +178,7 @@ def raises(b, h, q_idx, kv_idx):
     raise KeyError("no such document")
 
 
-SHORT = torch.arange(9)
+SHORT, ROWS = torch.arange(9), random(24, 3)
 # By case: the function, and what its rank is told.
 BROKEN = {
     "raises": (raises, "expected Predicate(broken) to say of pairs on cpu whether they attend, got KeyError: "),
@@ -188,6 +188,7 @@ BROKEN = {
         "expected one bool from Predicate(broken) for each pair, got torch.int64",
     ),
     "no scalar": (lambda b, h, q, k: q == SHORT, "got torch.bool of shape (9,); return a comparison"),
+    "a row": (lambda b, h, q, k: ROWS[q], "got torch.bool of shape (3,); return a comparison"),
     "too short": (lambda b, h, q, k: SHORT[q] == SHORT[k], "got IndexError: index 23 is out of bounds"),
     "item": (
         lambda b, h, q, k: torch.tensor(q.item() > 3),
@@ -236,4 +237,4 @@ def test_kernels_that_take_no_masks_say_so(name):
     x = torch.zeros(1, 1, 8, 8)
     with pytest.raises(ringcp.UnsupportedError, match=rf"{name}: .*no explicit masks \(Predicate\)") as info:
         in_process(x, x, x, world_size=2, mask=Predicate(causal), kernel=name)
-    assert "explicit masks (Predicate), determinism" in str(info.value) or "explicit masks (Pred" in str(info.value)
+    assert "key/value heads, explicit masks (Predicate), but" in str(info.value)
