@@ -67,7 +67,8 @@ def attention(
         mode: how queries meet keys; all modes take the same shards and compute the same. "ring": keys and values pass
             from rank to rank, or straight to where a mask needs them. "gather": all that are needed are gathered, some
             heads at a time. "ulysses": tokens are exchanged for heads, each rank computes some heads; on CPU mostly the
-            same bits as one process (`ringcp.explain` says for what). "usp": exchange among neighbours, ring across. "auto" chooses; see `ringcp.explain`.
+            same bits as one process (`ringcp.explain` says for what). "usp": exchange among neighbours, ring across.
+            "auto" chooses by the rule that `ringcp.explain` explains.
         ulysses_degree: with "usp" (or "gather", or "auto") on a 1-D mesh: how many neighbouring ranks exchange heads; a
             divisor of the ranks. A 2-D mesh says it itself.
         gather_memory: with "gather", the bytes that the keys and values in hand may take on a rank, and as many are
