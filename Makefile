@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test examples lint format clean
+.PHONY: help install demo test matrix examples lint format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -22,7 +22,10 @@ demo: $(STAMP)  ## train over two ranks (or all GPUs) and on one, and draw demo.
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(STAMP)  ## run the core suite; ARGS="-k name" goes to pytest
-	$(BIN)/python -m pytest -m "not examples" $(ARGS)
+	$(BIN)/python -m pytest -m "not examples and not matrix" $(ARGS)
+
+matrix: $(STAMP)  ## run the rest of the tests: every mode, predicates, and each cell of the support table
+	$(BIN)/python -m pytest -m matrix $(ARGS)
 
 examples: $(STAMP)  ## run the examples and the commands of the README, and check what they say
 	$(BIN)/python -m pytest -m examples $(ARGS)

@@ -57,3 +57,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+# Files of `make matrix`, so that the core suite stays under ten minutes.
+MATRIX = ("test_modes_", "test_support", "test_gather", "test_predicate")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.name.startswith(MATRIX):
+            item.add_marker(pytest.mark.matrix)
