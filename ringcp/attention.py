@@ -131,9 +131,7 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` on a group known by name; `refusal` is what the caller already has against the call."""
     refusal = refusal or refusal_of(q, k, v, options)
-    if options.agree is None:
-        on_cuda = isinstance(q, Tensor) and q.device.type == "cuda"
-        options = options._replace(agree="context" if on_cuda else "call")
+    options = options.with_agree(q.device.type if isinstance(q, Tensor) else "cpu")
     if refusal is not None:
         silent = options.agree == "context" and options.knows_length
         if not torch.compiler.is_compiling():

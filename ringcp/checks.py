@@ -266,3 +266,15 @@ def refuse_create_graph(name: str) -> None:
             f"double backward: {name} is differentiable once, got a backward pass with create_graph=True; "
             "call backward without it"
         )
+
+
+def refuse_double_backward(ctx: object, *grads: object) -> None:
+    """As the gradient of a registered backward op.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "double backward: ringcp.attention is differentiable once, got a backward pass through its gradient; "
+        "call backward without create_graph=True"
+    )

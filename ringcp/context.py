@@ -103,8 +103,6 @@ def context_parallel(
     """
     group = group_of(mesh)
     state = state_of(group)
-    if agree is None:
-        agree = "context" if mesh.device_type == "cuda" else "call"
     given: list[_Given] = []
     words, seconds = "", None
     failure: Exception | None = None
@@ -121,7 +119,7 @@ def context_parallel(
             kernel=kernel,
             agree=agree,
             timeout=timeout,
-        )
+        ).with_agree(mesh.device_type)
         check_options(options, state.world_size)
         given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
         layout = _sized(layout, given, mask, state.world_size)
@@ -135,7 +133,7 @@ def context_parallel(
         words = "; ".join(
             [
                 f"call=context_parallel; layout={layout!r}; mask={mask}; mode={options.mode}; ulysses_degree={degree}; "
-                f"gather_memory={gather_memory}; softcap={softcap}; kernel={kernel}; agree={agree}",
+                f"gather_memory={gather_memory}; softcap={softcap}; kernel={kernel}; agree={options.agree}",
                 f"number of buffers={len(given)}",
                 *(f"{each.name}={each}" for each in given),
             ]

@@ -65,7 +65,7 @@ _GRID_TAG = (1 << 30) + 2  # beside those of votes
 def group_named(name: str) -> dist.ProcessGroup:
     """The group of a name that `group_name_of` gave."""
     ring_name, *rest = name.split(_BETWEEN)
-    ring_group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(ring_name)  # type: ignore[arg-type]
+    ring_group = _resolved(ring_name)
     if not rest:
         return ring_group
     state = state_of(ring_group)
@@ -76,10 +76,13 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
+def _resolved(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def _grid_group(ring_group: dist.ProcessGroup, state: GroupState, exchange_name: str) -> dist.ProcessGroup:
     """A group of all ranks of a grid, those of one exchange behind one another, made by these ranks alone."""
-    exchange = dist.distributed_c10d._resolve_process_group(exchange_name)  # type: ignore[arg-type]
-    row = host_int64(dist.get_process_group_ranks(exchange))
+    row = host_int64(dist.get_process_group_ranks(_resolved(exchange_name)))
     rows = [row] if state.channel is None else state.channel.exchange(row, _GRID_TAG, None)
     timeout = ring_group._get_backend(torch.device(next(iter(ring_group._device_types)))).options._timeout
     ranks = [rank for members in rows for rank in members.tolist()]

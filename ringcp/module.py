@@ -103,10 +103,8 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = group_of(device_mesh)
-        agree = self.options.agree
-        if agree is None:
-            agree = "context" if device_mesh.device_type == "cuda" else "call"
-        options = self.options._replace(ulysses_degree=degree_in(device_mesh, self.options.ulysses_degree), agree=agree)
+        degree = degree_in(device_mesh, self.options.ulysses_degree)
+        options = self.options._replace(ulysses_degree=degree).with_agree(device_mesh.device_type)
         check_options(options, group.size())
         form = _form(module)
         if self.probe:

@@ -27,8 +27,9 @@ from ringcp.checks import (
     check_tensors,
     default_scale,
     known_length,
+    refuse_double_backward,
 )
-from ringcp.errors import ArgumentError, RingcpError, UnsupportedError
+from ringcp.errors import ArgumentError, RingcpError
 from ringcp.executor import drive
 from ringcp.groups import GroupState, group_named, state_of
 from ringcp.kernels.base import problem_of
@@ -222,14 +223,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tu
 attention_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
-    raise UnsupportedError(
-        "double backward: ringcp.attention is differentiable once, got a backward pass through its gradient; "
-        "call backward without create_graph=True"
-    )
-
-
-attention_backward_op.register_autograd(_refuse_double_backward)
+attention_backward_op.register_autograd(refuse_double_backward)
 
 
 def members(group_name: str) -> tuple[dist.ProcessGroup | None, GroupState]:

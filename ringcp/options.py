@@ -40,6 +40,10 @@ class Options(NamedTuple):
     agree: str | None = None
     timeout: float | timedelta | None = None
 
+    def with_agree(self, device_type: str) -> Options:
+        """With when the ranks vote, if that is not said: before each call, but on CUDA once a context."""
+        return self if self.agree is not None else self._replace(agree="context" if device_type == "cuda" else "call")
+
     @property
     def joint(self) -> bool:
         """Whether some tokens are on every rank."""

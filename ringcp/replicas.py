@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringcp.checks import refuse_double_backward
 from ringcp.collectives import gather, reduce
-from ringcp.errors import UnsupportedError
 from ringcp.groups import group_named, state_of
 from ringcp.merge import accumulator_dtype
 
@@ -137,12 +137,5 @@ def _all_ranks_grad(ctx: Any, douts: Tensor, dlses: Tensor) -> tuple[Any, ...]:
 of_all_ranks.register_autograd(_all_ranks_grad, setup_context=_setup_all_ranks)
 
 
-def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
-    raise UnsupportedError(
-        "double backward: ringcp.attention is differentiable once, got a backward pass through its gradient; "
-        "call backward without create_graph=True"
-    )
-
-
 for _backward in (split_copies_backward, of_all_ranks_backward):
-    _backward.register_autograd(_refuse_double_backward)
+    _backward.register_autograd(refuse_double_backward)
