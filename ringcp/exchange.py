@@ -58,11 +58,16 @@ class Exchange:
 
 
 class _Field(NamedTuple):
-    """A tensor to exchange, whose heads and rows it has, and the dtype in which it travels and arrives."""
+    """A tensor to exchange, whose heads and rows it has, and the dtype in which it travels and arrives.
+
+    rows_first: it travels and arrives as (B, rows, H, D) in memory, as kernels give their results and projections want
+        them, not as (B, H, rows, D), which kernels prefer to read.
+    """
 
     x: Tensor
     of: Literal["q", "kv"]
     dtype: torch.dtype
+    rows_first: bool = False
 
     def heads(self, exchange: Exchange, place: int) -> Range:
         """Those that a rank computes."""
@@ -76,6 +81,18 @@ class _Field(NamedTuple):
         rows = self.rows(exchange, place)
         return rows[-1].rows[1] if rows else 0
 
+    def shape(self, heads: int, num_rows: int) -> tuple[int, ...]:
+        """In memory."""
+        sizes = (num_rows, heads) if self.rows_first else (heads, num_rows)
+        return self.x.shape[0], *sizes, *self.x.shape[3:]
+
+    def view(self, stored: Tensor) -> Tensor:
+        """(B, H, rows, ...), of what has that shape in memory."""
+        return stored.transpose(1, 2) if self.rows_first else stored
+
+    def empty(self, heads: int, num_rows: int) -> Tensor:
+        return self.view(self.x.new_empty(self.shape(heads, num_rows), dtype=self.dtype))
+
 
 def forward(
     job: Job, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor
@@ -88,7 +105,7 @@ def forward(
     else:  # more ranks than heads
         out, lse = q_heads.new_empty(*q_heads.shape[:3], v.shape[3]), q_heads.new_empty(q_heads.shape[:3])
     del q_heads, k_heads, v_heads
-    results = _Field(out, "q", q.dtype), _Field(lse, "q", accumulator_dtype(q.dtype))
+    results = _Field(out, "q", q.dtype, True), _Field(lse, "q", accumulator_dtype(q.dtype), True)
     out, lse = yield from _to_rows(job, exchange, "forward", results, Heads(q.shape[1], k.shape[1]))
     return out, lse
 
@@ -117,7 +134,7 @@ def backward(
     del dout, q_heads, out, lse, more, dlse, k_heads, v_heads
     wide = accumulator_dtype(k.dtype) if replicates(exchange.shares) else k.dtype
     dq, dk, dv = grads
-    results = _Field(dq, "q", q.dtype), _Field(dk, "kv", wide), _Field(dv, "kv", wide)
+    results = _Field(dq, "q", q.dtype, True), _Field(dk, "kv", wide, True), _Field(dv, "kv", wide, True)
     dq, dk, dv = yield from _to_rows(job, exchange, "backward", results, Heads(q.shape[1], k.shape[1]))
     return dq, dk, dv
 
@@ -135,7 +152,7 @@ def _to_heads(
     whole = []
     for field in fields:
         num_rows = sum(field.num_rows(exchange, place) for place in range(len(exchange.shares)))
-        whole.append(_new(field, _length(field.heads(exchange, me)), num_rows))
+        whole.append(field.empty(_length(field.heads(exchange, me)), num_rows))
 
     def put(place: int, parts: Sequence[Tensor]) -> None:
         for x, field, part in zip(whole, fields, parts, strict=True):
@@ -166,11 +183,11 @@ def _to_rows(
         for field, part in zip(fields, box.parts, strict=True):
             take(part, field, place)
     coming = {place: _box(exchange, fields, heads_of=place, rows_of=me) for place in exchange.others}
-    local = [_new(field, getattr(num_heads, field.of), field.num_rows(exchange, me)) for field in fields]
+    local = [field.empty(getattr(num_heads, field.of), field.num_rows(exchange, me)) for field in fields]
     # Nothing is added to what one rank alone computes: its own part goes where it belongs.
     summed = [field.of == "kv" and replicates(exchange.shares) for field in fields]
     own = [
-        _new(field, _length(field.heads(exchange, me)), field.num_rows(exchange, me))
+        field.empty(_length(field.heads(exchange, me)), field.num_rows(exchange, me))
         if adds
         else _heads(x, field.heads(exchange, me))
         for x, field, adds in zip(local, fields, summed, strict=True)
@@ -232,23 +249,14 @@ class _Box(NamedTuple):
 
 def _box(exchange: Exchange, fields: Sequence[_Field], heads_of: int, rows_of: int) -> _Box:
     """An empty one for the heads that one rank computes and the rows that another has."""
-    shapes = [
-        (f.x.shape[0], f.num_rows(exchange, rows_of), _length(f.heads(exchange, heads_of)), *f.x.shape[3:])
-        for f in fields
-    ]
+    shapes = [f.shape(_length(f.heads(exchange, heads_of)), f.num_rows(exchange, rows_of)) for f in fields]
     sizes = [math.prod(shape) * f.dtype.itemsize for f, shape in zip(fields, shapes, strict=True)]
     buffer = fields[0].x.new_empty(sum(sizes), dtype=torch.uint8)
     parts, at = {}, 0
     for i in sorted(range(len(fields)), key=lambda i: -fields[i].dtype.itemsize):  # the widest first: all are aligned
-        parts[i] = buffer[at : at + sizes[i]].view(fields[i].dtype).view(shapes[i]).transpose(1, 2)
+        parts[i] = buffer[at : at + sizes[i]].view(fields[i].dtype).view(shapes[i])
         at += sizes[i]
-    return _Box(buffer, [parts[i] for i in range(len(fields))])
-
-
-def _new(field: _Field, heads: int, num_rows: int) -> Tensor:
-    """(B, H, rows, ...), stored as (B, rows, H, ...)."""
-    shape = field.x.shape[0], num_rows, heads, *field.x.shape[3:]
-    return field.x.new_empty(shape, dtype=field.dtype).transpose(1, 2)
+    return _Box(buffer, [field.view(parts[i]) for i, field in enumerate(fields)])
 
 
 def _heads(x: Tensor, heads: Range) -> Tensor:

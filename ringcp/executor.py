@@ -141,13 +141,15 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, Non
         yield from waited(pending, f"ringcp::fwd step {i} wait")
         log.mark()
         blocks.settle(i)
-    return out.total.to(q.dtype), lse.total
+    return out.result().to(q.dtype), lse.result()
 
 
 def backward(
     job: Job, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Generator[Pending, None, tuple[Tensor, Tensor, Tensor]]:
-    """dq, dk, dv of the local rows in the accumulator's dtype, from the forward's out and lse."""
+    """dq, dk, dv of the local rows, from the forward's out and lse. They are in the accumulator's dtype, or in the
+    kernel's where one call gave all of it.
+    """
     steps, unstarted = job.plan.backward.steps, job.plan.backward.unstarted
     log = CallLog(job.call, "backward", q.device)
     stores = _STORES[job.plan.schedule.kind]
@@ -186,7 +188,7 @@ def backward(
         log.mark()
         blocks.settle(i)
         sums.settle(i)
-    return dq.total, *sums.own()
+    return dq.result(), *sums.result()
 
 
 def _written(job: Job, step: Step, q: Tensor) -> WrittenStep | None:

@@ -6,24 +6,29 @@ block has the KV heads of its step.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ringcp.band import Range
-from ringcp.buffers import Held, add_held, block_size, block_views, empty_rows, part
+from ringcp.buffers import Held, add_held, block_size, block_views, empty_rows, part, sum_views
 from ringcp.layout import Span
 from ringcp.lower import Call, PlanStep
 from ringcp.merge import accumulator_dtype
 from ringcp.schedule import Message
 
+Views = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
 
 class _Passage:
     """One buffer for the messages of a step in one direction, side by side."""
 
-    def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, messages: Sequence[list[Message]]) -> None:
+    def __init__(
+        self, k: Tensor, v: Tensor, dtype: torch.dtype, messages: Sequence[list[Message]], views: Views = block_views
+    ) -> None:
         self._k, self._v = k, v
+        self._views = views
         self._places: list[dict[Hashable, int]] = []
         self._filled: set[tuple[int, Hashable]] = set()
         size = 0
@@ -48,7 +53,7 @@ class _Passage:
 
     def rows(self, i: int, message: Message) -> tuple[Tensor, Tensor]:
         """The same as keys and values, or as their gradients."""
-        return block_views(self.place(i, message), *_of_heads(self._k, self._v, message.kv_heads), message.num_rows)
+        return self._views(self.place(i, message), *_of_heads(self._k, self._v, message.kv_heads), message.num_rows)
 
     def fill(self, i: int, message: Message, source: tuple[Tensor, Tensor], rows: Iterable[Range | Span]) -> Tensor:
         """Put these rows in; what has gone to another peer is there."""
@@ -100,14 +105,14 @@ class GatheredSums:
         self._k, self._v = k, v
         self._steps = steps
         dtype = accumulator_dtype(k.dtype)
-        self._sent = _Passage(k, v, dtype, [_of("dkv", step.sends) for step in steps])
-        self._come = _Passage(k, v, dtype, [_of("dkv", step.recvs) for step in steps])
+        self._sent = _Passage(k, v, dtype, [_of("dkv", step.sends) for step in steps], sum_views)
+        self._come = _Passage(k, v, dtype, [_of("dkv", step.recvs) for step in steps], sum_views)
         self._block = k.new_empty(_largest(steps, k, v), dtype=dtype)
         self._own = empty_rows(k, dtype).zero_(), empty_rows(v, dtype).zero_()
         self._held: list[Held] = []
 
-    def own(self) -> tuple[Tensor, Tensor]:
-        """dK and dV of the own block; complete after the last step."""
+    def result(self) -> tuple[Tensor, Tensor]:
+        """dK and dV of the own block, after the last step."""
         return self._own
 
     def outgoing(self, i: int, message: Message) -> Tensor:
@@ -137,7 +142,7 @@ class GatheredSums:
 
     def _sum(self, i: int) -> tuple[Tensor, Tensor]:
         step = self._steps[i]
-        return block_views(self._block, *_of_heads(self._k, self._v, step.kv_heads), step.num_rows)
+        return sum_views(self._block, *_of_heads(self._k, self._v, step.kv_heads), step.num_rows)
 
 
 def _of(what: str, messages: Iterable[Message]) -> list[Message]:

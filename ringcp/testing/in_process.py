@@ -143,7 +143,7 @@ class _InProcess(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             results = drive_all([run.backward(*args) for run, *args in zip(runs(), *shards, strict=True)])
         grads = zip(zip(*results, strict=True), (of_q, of_kv, of_kv), (q, k, v), strict=True)
-        return *(of.layout.unshard(parts, 2).to(x.dtype) for parts, of, x in grads), None, None, None
+        return *(of.layout.unshard([part.to(x.dtype) for part in parts], 2) for parts, of, x in grads), None, None, None
 
 
 class _Sharded:
