@@ -313,7 +313,8 @@ def _alone_as_together(mask: Mask, seq_len: int, weight: Weight, dtype: torch.dt
     # The products of matrices depend on how their operands are aligned, but for bf16, which is packed first.
     if dtype != torch.bfloat16 and weight.head_dim * dtype.itemsize % 16:
         return False
-    whole = plan(Contiguous(seq_len, 1), mask.superset, ring(1), 0, Heads(1, 1), KERNELS["sdpa_flash_cpu"].caps)
+    caps = KERNELS["sdpa_flash_cpu"].caps.of(dtype.itemsize)
+    whole = plan(Contiguous(seq_len, 1), mask.superset, ring(1), 0, Heads(1, 1), caps)
     calls = [call for step in whole.forward.steps for call in step.calls]
     if any(not call.fresh for call in calls):
         return False  # merging computes the last elements of a tensor otherwise than those before

@@ -21,11 +21,24 @@ from ringcp.needs import Placing
 from ringcp.schedule import Heads, Message, Schedule, Step, Tile, build
 from ringcp.topology import Topology
 
-# Rows of one strip of a banded tile under a dense mask: long enough for kernel speed, short enough that the two
-# corners of a strip that the mask wastes stay small beside a window.
-_STRIP_ROWS = 256
 # A wider rectangle under a mask is cut into a masked edge, a full middle and a masked edge.
-_MASKED_KEYS = 8 * _STRIP_ROWS
+_MASKED_KEYS = 2048
+
+
+class Strips(NamedTuple):
+    """How a band is cut for a kernel that takes it under a dense mask.
+
+    rows: of one strip, or some more. Enough for kernel speed, few enough that the two corners of a strip that the mask
+        wastes stay small beside a window.
+    triangles: a window that is so many tokens wide, or wider, becomes triangles below its lower edge and above its
+        upper one, which waste nothing: the kernel takes ``Form(hi=m - n)`` as fast as a causal one. None is never.
+    """
+
+    rows: int = 256
+    triangles: int | None = None
+
+
+_STRIPS = Strips()
 
 
 @dataclass(frozen=True)
@@ -36,10 +49,19 @@ class Caps:
         "top_left" (row 0 sees key 0 only), "bottom_right" (the last row sees every key), or "none".
     band: how it takes other bands: "any" at the price of the pairs, "mask" through a dense mask at the price
         of the whole rectangle, or "none".
+    forward, backward: what suits it best then.
+    half: the caps for dtypes of two bytes, where they are others.
     """
 
     causal: Literal["square", "top_left", "bottom_right", "none"]
     band: Literal["any", "mask", "none"]
+    forward: Strips = _STRIPS
+    backward: Strips = _STRIPS
+    half: Caps | None = None
+
+    def of(self, itemsize: int) -> Caps:
+        """The caps for a dtype of so many bytes."""
+        return self.half if self.half is not None and itemsize == 2 else self
 
 
 class Form(NamedTuple):
@@ -137,17 +159,18 @@ def lower(schedule: Schedule, caps: Caps) -> Plan:
     Raises:
         UnsupportedError: if a tile needs a band and the kernel takes none.
     """
-    return Plan(schedule, _lowered(schedule, schedule.forward, caps), _lowered(schedule, schedule.backward, caps))
+    forward = _lowered(schedule, schedule.forward, caps, caps.forward)
+    return Plan(schedule, forward, _lowered(schedule, schedule.backward, caps, caps.backward))
 
 
-def _lowered(schedule: Schedule, steps: tuple[Step, ...], caps: Caps) -> Pass:
+def _lowered(schedule: Schedule, steps: tuple[Step, ...], caps: Caps, strips: Strips) -> Pass:
     written = _Written(schedule.num_rows, [tile for step in steps for tile in step.tiles])
     lowered = []
     for step in steps:
         calls = tuple(
             _call(part, where, fresh=written.add(where, part.q))
             for band, where in _joined(step.tiles, caps)
-            for part in _cut(band, caps)
+            for part in _cut(band, caps, strips)
         )
         own = step.source == schedule.rank
         moves = step.sends, step.recvs, step.kept
@@ -183,7 +206,7 @@ def _call(band: Band, where: _Where, fresh: bool) -> Call:
     return Call(band.q, band.k, form, *where, fresh)
 
 
-def _cut(band: Band, caps: Caps) -> Iterator[Band]:
+def _cut(band: Band, caps: Caps, strips: Strips) -> Iterator[Band]:
     """Disjoint parts of a band, each of which is one launch."""
     if not _takes(band, caps):
         wanted = "windows" if band.cuts_high else "causal masks"
@@ -191,7 +214,7 @@ def _cut(band: Band, caps: Caps) -> Iterator[Band]:
     if band.is_full or caps.band == "any":
         yield band
     elif band.cuts_high or caps.causal == "none":
-        yield from _masked_strips(band)
+        yield from _strips(band, caps, strips)
     else:
         yield from _causal(band, caps)
 
@@ -212,23 +235,51 @@ def _causal(band: Band, caps: Caps) -> Iterator[Band]:
     yield from (part for part in cropped if part is not None)
 
 
-def _masked_strips(band: Band) -> Iterator[Band]:
+def _strips(band: Band, caps: Caps, strips: Strips) -> Iterator[Band]:
     """Any band as strips of rows, each a rectangle under a mask, or an edge, a full middle and an edge."""
+    width = min(band.num_q, band.num_k, band.hi - band.lo + 1)
+    if strips.triangles is not None and band.cuts_high and width >= strips.triangles:
+        yield from _triangles(band, caps, strips)
+        return
     # Even strips: a leftover of a few rows would be slow, and its bits vary with the number of threads in fp64.
-    num_strips = -(-band.num_q // _STRIP_ROWS)
+    num_strips = max(1, band.num_q // strips.rows)
     edges = [band.q[0] + i * band.num_q // num_strips for i in range(num_strips + 1)]
     for rows in pairwise(edges):
-        strip = crop(band, rows, band.k)
-        assert strip is not None, "a trimmed band has no dead rows"
+        strip = _rows_of(band, rows)
         if strip.num_k <= _MASKED_KEYS or strip.is_full:
             yield strip
-            continue
-        # Every row of the strip sees the keys from (last row - hi) to (first row - lo).
-        middle = (max(strip.k[0], strip.q[1] - 1 - strip.hi), min(strip.k[1], strip.q[0] - strip.lo + 1))
-        for k in (middle, (strip.k[0], middle[0]), (middle[1], strip.k[1])):
-            part = crop(strip, strip.q, k)
-            if part is not None:
-                yield part
+        else:
+            yield from _edges_and_middle(strip)
+
+
+def _triangles(band: Band, caps: Caps, strips: Strips) -> Iterator[Band]:
+    """A wide window: what its upper edge does not reach, then strips of triangles, then what is left of the rows."""
+    below = min(band.k[0] + band.hi + 1, band.q[1])
+    if below > band.q[0]:
+        yield from _cut(_rows_of(band, (band.q[0], below)), caps, strips)
+    # Between two triangles that have one row less than the strip, nothing is left.
+    height = band.hi - band.lo + 2
+    for start in range(below, band.q[1], height):
+        strip = _rows_of(band, (start, min(start + height, band.q[1])))
+        if strip.num_q < (strips.triangles or 0):
+            yield from _strips(strip, caps, strips)
+        else:
+            yield from _edges_and_middle(strip)
+
+
+def _rows_of(band: Band, rows: Range) -> Band:
+    part = crop(band, rows, band.k)
+    assert part is not None, "a trimmed band has no dead rows"
+    return part
+
+
+def _edges_and_middle(strip: Band) -> Iterator[Band]:
+    # Every row of the strip sees the keys from (last row - hi) to (first row - lo).
+    middle = (max(strip.k[0], strip.q[1] - 1 - strip.hi), min(strip.k[1], strip.q[0] - strip.lo + 1))
+    for k in (middle, (strip.k[0], middle[0]), (middle[1], strip.k[1])):
+        part = crop(strip, strip.q, k)
+        if part is not None:
+            yield part
 
 
 class _Written:

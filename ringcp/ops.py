@@ -38,7 +38,7 @@ from ringcp.layout import UNSIZED, Layout, decode_layout
 from ringcp.mask import Mask, decode_mask
 from ringcp.merge import accumulator_dtype
 from ringcp.modes import MODES, Choice, resolve_mode
-from ringcp.runs import gather_of, make_run
+from ringcp.runs import make_run, sizes_of
 from ringcp.schedule import Heads
 from ringcp.spec import host_int64
 from ringcp.transport import P2P, warm_up
@@ -147,8 +147,8 @@ def attention_op(
             return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), facts
         with running(state, group, q):
             transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
-            gather = gather_of(k, v, lens[1], gather_memory)
-            tail = transport, gather, call, fingerprint, softcap
+            sizes = sizes_of(k, v, lens[1], gather_memory)
+            tail = transport, sizes, call, fingerprint, softcap
             run = make_run(used, layout, kv_layout, mask, heads, state.rank, chosen, factor, *tail)
             out, lse = drive(run.forward(q, k, v))
         return _stored(out, q.dtype), lse.contiguous(), facts
@@ -190,7 +190,7 @@ def attention_backward_op(
     factor = default_scale(q) if scale is None else scale
     used, heads, mask = Choice(MODES[mode], degree, ""), Heads(q.shape[1], k.shape[1]), _decoded_mask(mask_spec)
     transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
-    tail = transport, gather_of(k, v, kv_len, gather_memory), call, fingerprint, softcap
+    tail = transport, sizes_of(k, v, kv_len, gather_memory), call, fingerprint, softcap
     run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, *tail)
     with running(state, group, q):
         grads = drive(run.backward(dout, dlse, q, k, v, out, lse))

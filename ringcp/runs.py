@@ -61,26 +61,28 @@ class Run:
         return exchanged.backward(self.job, self.exchange, dout, dlse, q, k, v, out, lse)
 
 
-class Gather(NamedTuple):
-    """What a gather may take.
+class Sizes(NamedTuple):
+    """In bytes.
 
-    memory: bytes for keys and values in hand, or None. head_bytes: of one KV head of the whole sequence.
+    number: one element of the inputs. kv_head: of the keys and values of the whole sequence. gather_memory: for keys
+    and values that a gather has in hand, or None.
     """
 
-    memory: int | None
-    head_bytes: int
+    number: int
+    kv_head: int
+    gather_memory: int | None
 
     def heads_at_a_time(self, kv_heads: int) -> int:
         """As many as there is memory for, at least one; without a word on memory at most half of them, so that there is
         something to compute while the others come.
         """
-        fit = (self.memory or _GATHER_MEMORY) // max(1, self.head_bytes)
-        return max(1, min(fit, kv_heads if self.memory else -(-kv_heads // 2)))
+        fit = (self.gather_memory or _GATHER_MEMORY) // max(1, self.kv_head)
+        return max(1, min(fit, kv_heads if self.gather_memory else -(-kv_heads // 2)))
 
 
-def gather_of(k: Tensor, v: Tensor, seq_len: int, memory: int | None) -> Gather:
+def sizes_of(k: Tensor, v: Tensor, seq_len: int, gather_memory: int | None) -> Sizes:
     """For these local keys and values of a sequence of `seq_len` tokens."""
-    return Gather(memory, k.shape[0] * seq_len * (k.shape[3] + v.shape[3]) * k.itemsize)
+    return Sizes(k.itemsize, k.shape[0] * seq_len * (k.shape[3] + v.shape[3]) * k.itemsize, gather_memory)
 
 
 def make_run(
@@ -93,7 +95,7 @@ def make_run(
     kernel: Kernel,
     scale: float,
     transport: Transport,
-    gather: Gather,
+    sizes: Sizes,
     call: int = 0,
     fingerprint: int = 0,
     softcap: float | None = None,
@@ -102,12 +104,12 @@ def make_run(
 
     layout, kv_layout: of all ranks; None is the same one. heads: of q and of k and v, as they are given.
     """
-    degree = mode.ulysses_degree
+    degree, caps = mode.ulysses_degree, kernel.caps.of(sizes.number)
     gathering = mode.mode == "gather"
     if degree == 1:
-        at_a_time = gather.heads_at_a_time(heads.kv) if gathering else None
+        at_a_time = sizes.heads_at_a_time(heads.kv) if gathering else None
         wiring = _ring(layout.world_size)
-        steps = plan(layout, mask.superset, wiring, rank, heads, kernel.caps, gather=at_a_time, kv_layout=kv_layout)
+        steps = plan(layout, mask.superset, wiring, rank, heads, caps, gather=at_a_time, kv_layout=kv_layout)
         written = Written(mask, layout, kv_layout or layout, rank) if mask.explicit else None
         return Run(Job(steps, kernel, scale, transport, call, fingerprint, softcap, written), None)
     grid = Grid(layout.world_size, degree)
@@ -119,9 +121,9 @@ def make_run(
     group = heads.q // heads.kv
     # A rank without heads runs nothing, and any plan will do.
     own = Heads(q1 - q0, kv1 - kv0, q0 - kv0 * group, group) if q0 < q1 else Heads(1, 1)
-    at_a_time = gather.heads_at_a_time(own.kv) if gathering else None
+    at_a_time = sizes.heads_at_a_time(own.kv) if gathering else None
     wiring = _ring(rows.world_size)
-    steps = plan(rows, mask.superset, wiring, ring_rank, own, kernel.caps, gather=at_a_time, kv_layout=kv_rows)
+    steps = plan(rows, mask.superset, wiring, ring_rank, own, caps, gather=at_a_time, kv_layout=kv_rows)
     among_ring = Among(transport, grid.ring(rank))
     placements = Placements(rows.placements(ring_rank), (kv_rows or rows).placements(ring_rank))
     exchange = Exchange(place, shares, placements, Among(transport, grid.exchange(rank)))

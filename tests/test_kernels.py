@@ -45,6 +45,7 @@ BANDS = [
     (4, 11, Form(lo=-7)),  # bottom right, more keys than rows
     (4, 11, Form(lo=-9)),
     (9, 9, Form(hi=0)),  # the other corner
+    (30, 7, Form(hi=23)),  # the same, more rows than keys
     (9, 9, Form(lo=0, hi=0)),
     (9, 9, Form(lo=-1, hi=2)),
     (30, 7, Form(hi=25)),  # rows that see all keys, then a window's end

@@ -13,20 +13,21 @@ import ringcp
 from ringcp import Causal, Contiguous, Full, HeadTail, Striped, Window, lower
 from ringcp.band import Band, trim
 from ringcp.layout import Span
-from ringcp.lower import Call, Caps, Form, Region
+from ringcp.lower import Call, Caps, Form, Region, Strips
 from ringcp.schedule import Heads, Schedule, Step, Tile, build
 from ringcp.topology import ring
 
 CAUSAL = ["square", "top_left", "bottom_right", "none"]
-ALL_CAPS = [Caps(causal, band) for causal, band in product(CAUSAL, ["any", "mask", "none"])]
+# Strips of a few rows, so that small cases have many of them, with edges and middles.
+STRIPS = Strips(3), Strips(3, triangles=2)
+ALL_CAPS = [Caps(causal, band, *STRIPS) for causal, band in product(CAUSAL, ["any", "mask", "none"])]
 every_caps = pytest.mark.parametrize("caps", ALL_CAPS, ids=lambda c: f"{c.causal}-{c.band}")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def short_strips():
-    """Strips of a few rows, so that small cases have many of them, with edges and middles."""
+def few_masked_keys():
+    """Likewise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower, "_STRIP_ROWS", 3)
         patch.setattr(lower, "_MASKED_KEYS", 8)
         yield
 
@@ -271,13 +272,44 @@ def test_a_window_is_taken_as_the_kernel_takes_it(caps):
 def test_strips_waste_little():
     """The rectangles of a window under masks stay near the window, whatever the length."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower, "_STRIP_ROWS", 256)
         patch.setattr(lower, "_MASKED_KEYS", 8 * 256)
         schedule = build(Contiguous(65536, 1), Window(4095), ring(1), 0)
-        (step,) = lower.lower(schedule, Caps("square", "mask")).forward.steps
+        (step,) = lower.lower(schedule, Caps("square", "mask", Strips(256))).forward.steps
     area = sum((c.q[1] - c.q[0]) * (c.k[1] - c.k[0]) for c in step.calls)
     assert area < 1.1 * 4096 * 65536
     assert len(step.calls) <= 3 * 65536 // 256
+
+
+def test_a_wide_window_becomes_triangles():
+    """Each waits for one causal launch, straight or mirrored; what is left at the end is a strip."""
+    schedule = build(Contiguous(40, 1), Window(9), ring(1), 0)
+    plan = lower.lower(schedule, Caps("top_left", "mask", Strips(3), Strips(3, triangles=8)))
+    calls = [(c.q, c.k, c.form) for c in plan.backward.steps[0].calls]
+    assert calls == [
+        ((0, 10), (0, 10), Form(lo=0)),
+        ((10, 20), (1, 11), Form(hi=0)),
+        ((11, 21), (11, 21), Form(lo=0)),
+        ((21, 31), (12, 22), Form(hi=0)),
+        ((22, 32), (22, 32), Form(lo=0)),
+        ((32, 40), (30, 33), Form()),
+        ((32, 39), (23, 30), Form(hi=0)),
+        ((33, 40), (33, 40), Form(lo=0)),
+    ]
+    assert sum(c.fresh for c in plan.forward.steps[0].calls) == 13, "strips of three rows"
+
+
+def test_a_window_of_half_the_rows_is_not_one_of_triangles():
+    for window, rows in ((Window(6), 40), (Window(60), 7)):
+        schedule = build(Contiguous(rows, 1), window, ring(1), 0)
+        steps = lower.lower(schedule, Caps("top_left", "mask", Strips(3, 8), Strips(3))).forward.steps
+        assert steps == lower.lower(schedule, Caps("top_left", "mask", Strips(3))).forward.steps
+
+
+def test_half_precision_may_have_caps_of_its_own():
+    half = Caps("square", "none")
+    caps = Caps("square", "any", half=half)
+    assert [caps.of(size) for size in (8, 4, 2)] == [caps, caps, half]
+    assert half.of(2) == half
 
 
 def test_one_token_documents_do_not_ask_for_a_window():

@@ -72,6 +72,19 @@ def test_ulysses_has_the_bits_of_one_process(mask):
             assert set(same) >= set(names), (dtype, seq_len, heads, world_size, through_lse, same)
 
 
+@pytest.mark.parametrize("dtype", SINGLE, ids=str)
+@pytest.mark.parametrize("left, same", [(800, NAMES), (2100, ())])
+def test_ulysses_has_the_bits_of_one_process_with_a_wide_window(dtype, left, same):
+    """Backward is cut into triangles in half precision; forward merges from 2,048 tokens on, and promises less."""
+    heads, seq_len, window = (4, 4), 2600, ringcp.Window(left)
+    given = tensors(heads, seq_len, 16, dtype)
+    want = here(given, mask=window, world_size=1)
+    got = here(given, mask=window, world_size=2, layout="head_tail", mode="ulysses")
+    names = promised("ulysses", heads, seq_len, 2, window, dtype, 16)
+    assert names == same
+    assert set(equal(got, want)) >= set(names)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_ulysses_has_the_bits_of_torchs_attention(causal):
     mask = ringcp.Causal() if causal else None

@@ -16,7 +16,7 @@ from ringcp.grouped import Grid, grouped
 from ringcp.kernels.registry import KERNELS
 from ringcp.layout import Layout, layout_named
 from ringcp.modes import MODES, Choice, divisors, head_shares
-from ringcp.runs import gather_of, make_run
+from ringcp.runs import make_run, sizes_of
 from ringcp.schedule import Heads
 from ringcp.testing import in_process, reference_attention
 from ringcp.transport import InProcess
@@ -157,10 +157,10 @@ class Scene:
             name: integers(10_000 * i, 2, heads, layout.seq_len, *dim)
             for i, (name, (heads, *dim)) in enumerate(kinds.items())
         }
-        transport, gather = InProcess(), gather_of(self.whole["k"], self.whole["v"], layout.seq_len, None)
+        transport, sizes = InProcess(), sizes_of(self.whole["k"], self.whole["v"], layout.seq_len, None)
         how = Choice("usp", degree, ""), layout, None, ringcp.Full(), Heads(num_q, num_kv)
         self.runs = [
-            make_run(*how, rank, KERNELS["reference"], 1.0, transport.endpoint(rank), gather) for rank in self.ranks
+            make_run(*how, rank, KERNELS["reference"], 1.0, transport.endpoint(rank), sizes) for rank in self.ranks
         ]
 
     def local(self, names: tuple[str, ...]) -> list[list[Tensor]]:

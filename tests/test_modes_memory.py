@@ -13,7 +13,7 @@ from ringcp.executor import drive
 from ringcp.kernels.registry import KERNELS
 from ringcp.merge import accumulator_dtype
 from ringcp.modes import Choice, head_shares, replicates
-from ringcp.runs import gather_of, make_run
+from ringcp.runs import make_run, sizes_of
 from ringcp.schedule import Heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,8 +30,8 @@ def peaks(way: Choice, world_size: int, heads: Heads, dtype: torch.dtype, rank: 
     """The most bytes of buffers that are alive at once in a full attention, beside inputs and what kernels make."""
     q, k, v = (torch.ones(BATCH, n, ROWS, DIM, dtype=dtype) for n in (heads.q, heads.kv, heads.kv))
     out, lse = torch.ones_like(q), torch.ones(q.shape[:3], dtype=accumulator_dtype(dtype))
-    layout, gather = ringcp.HeadTail(ROWS * world_size, world_size), gather_of(k, v, ROWS * world_size, memory)
-    how = way, layout, None, ringcp.Full(), heads, rank, KERNELS["reference"], 1.0, AtOnce(), gather
+    layout, sizes = ringcp.HeadTail(ROWS * world_size, world_size), sizes_of(k, v, ROWS * world_size, memory)
+    how = way, layout, None, ringcp.Full(), heads, rank, KERNELS["reference"], 1.0, AtOnce(), sizes
     run = make_run(*how)
     gc.collect()
     with Allocations("new_empty") as ahead:

@@ -27,7 +27,7 @@ from ringcp.layout import Layout, layout_named
 from ringcp.mask import Full, Mask
 from ringcp.modes import resolve_mode
 from ringcp.options import as_sdpa_casts, sinks_problem
-from ringcp.runs import Run, gather_of, make_run
+from ringcp.runs import Run, make_run, sizes_of
 from ringcp.schedule import Heads
 from ringcp.sinks import fold_sinks
 from ringcp.transport import InProcess
@@ -86,13 +86,13 @@ def in_process(
     needs = full.superset.needs_band, needs_grad, needs_grad and needs_lse
     chosen_kernel = choose(kernel, problem_of(q, k, v, factor, softcap, *needs, full.explicit))
 
-    gather = gather_of(k, v, k.shape[2], gather_memory)
+    sizes = sizes_of(k, v, k.shape[2], gather_memory)
 
     def runs() -> list[Run]:
         transport = InProcess()
         call = chosen, q_layout, k_layout if cross else None, full, heads
         return [
-            make_run(*call, rank, chosen_kernel, factor, transport.endpoint(rank), gather, softcap=softcap)
+            make_run(*call, rank, chosen_kernel, factor, transport.endpoint(rank), sizes, softcap=softcap)
             for rank in range(world_size)
         ]
 
