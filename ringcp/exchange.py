@@ -6,6 +6,9 @@ rank that has query heads of it: the gradients of one that went to several are s
 order of the ranks and in the accumulator's dtype. Backward exchanges the inputs once more, since only local rows are
 saved: so it is right wherever activations are recomputed, offloaded or saved by a policy.
 
+A rank's heads may go in several parts, each with a KV head or more of every rank. Then one part is computed while the
+next one comes and the one before goes home.
+
 Tensors are (B, H, rows, D), or (B, H, rows) as the lse. What one rank sends to another travels as one message.
 """
 
@@ -24,7 +27,7 @@ from ringcp.band import Range
 from ringcp.executor import Job, num_bytes, tag_of, waited
 from ringcp.grouped import Placed
 from ringcp.merge import accumulator_dtype
-from ringcp.modes import Share, replicates
+from ringcp.modes import Share
 from ringcp.record import CallLog
 from ringcp.schedule import Heads
 from ringcp.transport import Parcel, Pending, Transport
@@ -45,16 +48,26 @@ class Exchange:
     shares: by place, each rank's share of the heads.
     rows: where each rank's rows lie.
     transport: whose peers are places.
+    sums: whether gradients of a KV head come from several ranks, in this part of the call or another.
     """
 
     place: int
     shares: tuple[Share, ...]
     rows: Placements
     transport: Transport
+    sums: bool
 
     @property
     def others(self) -> list[int]:
         return [place for place in range(len(self.shares)) if place != self.place]
+
+
+class Part(NamedTuple):
+    """Some of a rank's heads: how they are exchanged, and what is run on them."""
+
+    job: Job
+    exchange: Exchange
+    first: bool
 
 
 class _Field(NamedTuple):
@@ -94,25 +107,24 @@ class _Field(NamedTuple):
         return self.view(self.x.new_empty(self.shape(heads, num_rows), dtype=self.dtype))
 
 
-def forward(
-    job: Job, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor
-) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
+def forward(parts: Sequence[Part], q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
     """`executor.forward` on the ring rank's rows of this rank's heads; out and lse of the local rows of all heads."""
     fields = _Field(q, "q", q.dtype), _Field(k, "kv", k.dtype), _Field(v, "kv", v.dtype)
-    q_heads, k_heads, v_heads = yield from _to_heads(job, exchange, "forward", fields)
-    if q_heads.shape[1]:
-        out, lse = yield from executor.forward(job, q_heads, k_heads, v_heads)
-    else:  # more ranks than heads
-        out, lse = q_heads.new_empty(*q_heads.shape[:3], v.shape[3]), q_heads.new_empty(q_heads.shape[:3])
-    del q_heads, k_heads, v_heads
-    results = _Field(out, "q", q.dtype, True), _Field(lse, "q", accumulator_dtype(q.dtype), True)
-    out, lse = yield from _to_rows(job, exchange, "forward", results, Heads(q.shape[1], k.shape[1]))
+
+    def compute(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
+        if q.shape[1]:
+            return (yield from executor.forward(job, q, k, v))
+        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])  # more ranks than heads
+
+    def results(out: Tensor, lse: Tensor) -> tuple[_Field, ...]:
+        return _Field(out, "q", q.dtype, True), _Field(lse, "q", accumulator_dtype(q.dtype), True)
+
+    out, lse = yield from _around(parts, "forward", fields, compute, results, Heads(q.shape[1], k.shape[1]))
     return out, lse
 
 
 def backward(
-    job: Job,
-    exchange: Exchange,
+    parts: Sequence[Part],
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -125,105 +137,142 @@ def backward(
     with_lse = [lse] if dlse is None else [lse, dlse]
     fields = [_Field(x, "q", x.dtype) for x in (dout, q, out, *with_lse)]
     fields += [_Field(x, "kv", x.dtype) for x in (k, v)]
-    dout, q_heads, out, lse, *more, k_heads, v_heads = yield from _to_heads(job, exchange, "backward", fields)
-    if q_heads.shape[1]:
-        dlse = more[0] if more else None
-        grads = yield from executor.backward(job, dout, dlse, q_heads, k_heads, v_heads, out, lse)
-    else:
-        grads = q_heads, k_heads, v_heads
-    del dout, q_heads, out, lse, more, dlse, k_heads, v_heads
-    wide = accumulator_dtype(k.dtype) if replicates(exchange.shares) else k.dtype
-    dq, dk, dv = grads
-    results = _Field(dq, "q", q.dtype, True), _Field(dk, "kv", wide, True), _Field(dv, "kv", wide, True)
-    dq, dk, dv = yield from _to_rows(job, exchange, "backward", results, Heads(q.shape[1], k.shape[1]))
+    wide = accumulator_dtype(k.dtype) if parts[0].exchange.sums else k.dtype
+
+    def compute(
+        job: Job, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, *more: Tensor
+    ) -> Generator[Pending, None, tuple[Tensor, ...]]:
+        *dlses, k, v = more
+        if q.shape[1]:
+            return (yield from executor.backward(job, dout, dlses[0] if dlses else None, q, k, v, out, lse))
+        return q, k, v
+
+    def results(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[_Field, ...]:
+        return _Field(dq, "q", q.dtype, True), _Field(dk, "kv", wide, True), _Field(dv, "kv", wide, True)
+
+    dq, dk, dv = yield from _around(parts, "backward", fields, compute, results, Heads(q.shape[1], k.shape[1]))
     return dq, dk, dv
 
 
-def _to_heads(
-    job: Job, exchange: Exchange, direction: str, fields: Sequence[_Field]
+def _around(
+    parts: Sequence[Part],
+    direction: str,
+    fields: Sequence[_Field],
+    compute: Callable[..., Generator[Pending, None, tuple[Tensor, ...]]],
+    results: Callable[..., tuple[_Field, ...]],
+    num_heads: Heads,
 ) -> Generator[Pending, None, list[Tensor]]:
+    """Exchange, compute, exchange back, part by part; meanwhile the next one comes, and the one before goes home."""
+    local: list[Tensor] = []
+    coming: _Arrival | None = _to_heads(parts[0], direction, 0, fields)
+    going: _Arrival | None = None
+    for i, part in enumerate(parts):
+        assert coming is not None, "posted while the part before was computed"
+        whole = yield from coming()
+        coming = _to_heads(parts[i + 1], direction, 2 * i + 2, fields) if i + 1 < len(parts) else None
+        computed = results(*(yield from compute(part.job, *whole)))
+        del whole
+        if not local:
+            me = part.exchange.place
+            local = [f.empty(getattr(num_heads, f.of), f.num_rows(part.exchange, me)) for f in computed]
+        if going is not None:
+            yield from going()
+        going = _to_rows(part, direction, 2 * i + 1, computed, local)
+        del computed
+    assert going is not None, "a run has a part"
+    yield from going()
+    return local
+
+
+# Of an exchange that is under way: waits for it, and gives what has come.
+_Arrival = Callable[[], Generator[Pending, None, list[Tensor]]]
+
+
+def _to_heads(part: Part, direction: str, step: int, fields: Sequence[_Field]) -> _Arrival:
     """All rows of the ring rank for this rank's heads, from the local rows of all heads."""
+    exchange = part.exchange
     me = exchange.place
     leaving = {place: _box(exchange, fields, heads_of=place, rows_of=me) for place in exchange.others}
     for place, box in leaving.items():
-        for field, part in zip(fields, box.parts, strict=True):
-            part.copy_(_heads(field.x, field.heads(exchange, place)))
+        for field, packed in zip(fields, box.parts, strict=True):
+            packed.copy_(_heads(field.x, field.heads(exchange, place)))
     coming = {place: _box(exchange, fields, heads_of=me, rows_of=place) for place in exchange.others}
+    arrived = _swap(part, fields[0].x.device, direction, step, leaving, coming)
     whole = []
     for field in fields:
         num_rows = sum(field.num_rows(exchange, place) for place in range(len(exchange.shares)))
         whole.append(field.empty(_length(field.heads(exchange, me)), num_rows))
 
-    def put(place: int, parts: Sequence[Tensor]) -> None:
-        for x, field, part in zip(whole, fields, parts, strict=True):
+    def put(place: int, boxed: Sequence[Tensor]) -> None:
+        for x, field, packed in zip(whole, fields, boxed, strict=True):
             for placed in field.rows(exchange, place):
-                x[:, :, placed.block_rows].copy_(part[:, :, placed.local_rows])
+                x[:, :, placed.block_rows].copy_(packed[:, :, placed.local_rows])
 
-    def put_own() -> None:
-        put(me, [_heads(field.x, field.heads(exchange, me)) for field in fields])
+    def arrival() -> Generator[Pending, None, list[Tensor]]:
+        yield from arrived()
+        for place, box in coming.items():
+            put(place, box.parts)
+        return whole
 
-    yield from _swapped(job, exchange, fields[0].x.device, direction, 0, leaving, coming, put_own)
-    for place, box in coming.items():
-        put(place, box.parts)
-    return whole
+    put(me, [_heads(field.x, field.heads(exchange, me)) for field in fields])
+    return arrival
 
 
-def _to_rows(
-    job: Job, exchange: Exchange, direction: str, fields: Sequence[_Field], num_heads: Heads
-) -> Generator[Pending, None, list[Tensor]]:
-    """The local rows of all heads, from all rows of the ring rank for this rank's heads."""
+def _to_rows(part: Part, direction: str, step: int, fields: Sequence[_Field], local: Sequence[Tensor]) -> _Arrival:
+    """Into `local`: the local rows, from all rows of the ring rank for this rank's heads."""
+    exchange = part.exchange
     me = exchange.place
 
-    def take(part: Tensor, field: _Field, place: int) -> None:
+    def take(packed: Tensor, field: _Field, place: int) -> None:
         for placed in field.rows(exchange, place):
-            part[:, :, placed.local_rows].copy_(field.x[:, :, placed.block_rows])
+            packed[:, :, placed.local_rows].copy_(field.x[:, :, placed.block_rows])
 
     leaving = {place: _box(exchange, fields, heads_of=me, rows_of=place) for place in exchange.others}
     for place, box in leaving.items():
-        for field, part in zip(fields, box.parts, strict=True):
-            take(part, field, place)
+        for field, packed in zip(fields, box.parts, strict=True):
+            take(packed, field, place)
     coming = {place: _box(exchange, fields, heads_of=place, rows_of=me) for place in exchange.others}
-    local = [field.empty(getattr(num_heads, field.of), field.num_rows(exchange, me)) for field in fields]
+    arrived = _swap(part, fields[0].x.device, direction, step, leaving, coming)
     # Nothing is added to what one rank alone computes: its own part goes where it belongs.
-    summed = [field.of == "kv" and replicates(exchange.shares) for field in fields]
+    summed = [field.of == "kv" and exchange.sums for field in fields]
     own = [
         field.empty(_length(field.heads(exchange, me)), field.num_rows(exchange, me))
         if adds
         else _heads(x, field.heads(exchange, me))
         for x, field, adds in zip(local, fields, summed, strict=True)
     ]
+    for packed, field in zip(own, fields, strict=True):
+        take(packed, field, me)
 
-    def take_own() -> None:
-        for part, field in zip(own, fields, strict=True):
-            take(part, field, me)
+    def arrival() -> Generator[Pending, None, list[Tensor]]:
+        yield from arrived()
+        for x, field, adds, mine, *boxed in zip(
+            local, fields, summed, own, *(box.parts for box in coming.values()), strict=True
+        ):
+            if adds and part.first:
+                x.zero_()
+            by_place = dict(zip(coming, boxed, strict=True))
+            for place in range(len(exchange.shares)):
+                target = _heads(x, field.heads(exchange, place))
+                if adds:
+                    target.add_(by_place.get(place, mine))
+                elif place != me:
+                    target.copy_(by_place[place])
+        return list(local)
 
-    yield from _swapped(job, exchange, fields[0].x.device, direction, 1, leaving, coming, take_own)
-    for x, field, adds, mine, *parts in zip(
-        local, fields, summed, own, *(box.parts for box in coming.values()), strict=True
-    ):
-        if adds:
-            x.zero_()
-        by_place = dict(zip(coming, parts, strict=True))
-        for place in range(len(exchange.shares)):
-            target = _heads(x, field.heads(exchange, place))
-            if adds:
-                target.add_(by_place.get(place, mine))
-            elif place != me:
-                target.copy_(by_place[place])
-    return local
+    return arrival
 
 
-def _swapped(
-    job: Job,
-    exchange: Exchange,
+def _swap(
+    part: Part,
     device: torch.device,
     direction: str,
     step: int,
     leaving: Mapping[int, _Box],
     coming: Mapping[int, _Box],
-    meanwhile: Callable[[], None],
-) -> Generator[Pending, None, None]:
-    """Send and receive all boxes, and do something meanwhile."""
+) -> Callable[[], Generator[Pending, None, None]]:
+    """Start to send and receive all boxes; what it returns waits for them."""
+    job, exchange = part.job, part.exchange
 
     def parcels(boxes: Mapping[int, _Box]) -> list[Parcel]:
         tag = tag_of(job, direction, step, "kv")
@@ -234,10 +283,13 @@ def _swapped(
     where = f"call {job.call}, {direction} exchange {step}"
     pending = exchange.transport.post(sends, recvs, where) if sends or recvs else None
     log.step(step, exchange.place, 0, num_bytes(sends), num_bytes(recvs))
-    meanwhile()
-    log.mark()
-    yield from waited(pending, f"ringcp::{direction} exchange {step} wait")
-    log.mark()
+
+    def arrived() -> Generator[Pending, None, None]:
+        log.mark()
+        yield from waited(pending, f"ringcp::{direction} exchange {step} wait")
+        log.mark()
+
+    return arrived
 
 
 class _Box(NamedTuple):

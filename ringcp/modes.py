@@ -48,6 +48,20 @@ def replicates(shares: Sequence[Share]) -> bool:
     return any(a.kv[1] > b.kv[0] for a, b in pairwise(shares))
 
 
+def in_parts(shares: Sequence[Share], group: int, parts: int) -> list[tuple[Share, ...]]:
+    """At most so many parts, each with some of every rank's KV heads and the query heads of these; those of some ranks
+    may be empty. group: query heads of a KV head.
+    """
+    num = max(1, min(parts, *(kv[1] - kv[0] for _, kv in shares))) if shares else 1
+    return [tuple(_part(share, group, i, num) for share in shares) for i in range(num)]
+
+
+def _part(share: Share, group: int, i: int, num: int) -> Share:
+    (q0, q1), (kv0, kv1) = share
+    a, b = (kv0 + j * (kv1 - kv0) // num for j in (i, i + 1))
+    return Share((max(q0, a * group), max(q0, min(q1, b * group))), (a, b))
+
+
 @dataclass(frozen=True)
 class Weight:
     """What makes the bytes of a token. v_head_dim: None if it is `head_dim`."""

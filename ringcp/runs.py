@@ -21,14 +21,14 @@ from torch import Tensor
 
 from ringcp import exchange as exchanged
 from ringcp import executor
-from ringcp.exchange import Exchange, Placements
+from ringcp.exchange import Exchange, Part, Placements
 from ringcp.executor import Job
 from ringcp.grouped import Grid, grouped
 from ringcp.kernels.base import Kernel
 from ringcp.layout import Layout
 from ringcp.lower import plan
 from ringcp.mask import Mask
-from ringcp.modes import Choice, head_shares
+from ringcp.modes import Choice, head_shares, in_parts, replicates
 from ringcp.schedule import Heads
 from ringcp.topology import ring
 from ringcp.transport import Among, Pending, Transport
@@ -37,28 +37,32 @@ from ringcp.written import Written
 _ring = lru_cache(maxsize=64)(ring)
 
 _GATHER_MEMORY = 1 << 30
+_EXCHANGED_IN_PARTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Run:
-    """The generators of a call, to be driven: see `executor`."""
+    """The generators of a call, to be driven: see `executor`.
 
-    job: Job
-    exchange: Exchange | None
+    job: what is run; None if there is an exchange around it. parts: those of that exchange.
+    """
+
+    job: Job | None
+    parts: tuple[Part, ...] = ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
         """out and lse of the local rows."""
-        if self.exchange is None:
+        if self.job is not None:
             return executor.forward(self.job, q, k, v)
-        return exchanged.forward(self.job, self.exchange, q, k, v)
+        return exchanged.forward(self.parts, q, k, v)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> Generator[Pending, None, tuple[Tensor, Tensor, Tensor]]:
         """dq, dk and dv of the local rows."""
-        if self.exchange is None:
+        if self.job is not None:
             return executor.backward(self.job, dout, dlse, q, k, v, out, lse)
-        return exchanged.backward(self.job, self.exchange, dout, dlse, q, k, v, out, lse)
+        return exchanged.backward(self.parts, dout, dlse, q, k, v, out, lse)
 
 
 class Sizes(NamedTuple):
@@ -78,6 +82,10 @@ class Sizes(NamedTuple):
         """
         fit = (self.gather_memory or _GATHER_MEMORY) // max(1, self.kv_head)
         return max(1, min(fit, kv_heads if self.gather_memory else -(-kv_heads // 2)))
+
+    def parts(self, kv_heads: int) -> int:
+        """How many an exchange should have: of few bytes, one, since each message has a price of its own."""
+        return 2 if kv_heads * self.kv_head >= _EXCHANGED_IN_PARTS else 1
 
 
 def sizes_of(k: Tensor, v: Tensor, seq_len: int, gather_memory: int | None) -> Sizes:
@@ -111,21 +119,24 @@ def make_run(
         wiring = _ring(layout.world_size)
         steps = plan(layout, mask.superset, wiring, rank, heads, caps, gather=at_a_time, kv_layout=kv_layout)
         written = Written(mask, layout, kv_layout or layout, rank) if mask.explicit else None
-        return Run(Job(steps, kernel, scale, transport, call, fingerprint, softcap, written), None)
+        return Run(Job(steps, kernel, scale, transport, call, fingerprint, softcap, written))
     grid = Grid(layout.world_size, degree)
     rows = grouped(layout, degree)
     kv_rows = None if kv_layout is None else grouped(kv_layout, degree)
     ring_rank, place = grid.ring_rank(rank), grid.place(rank)
-    shares = head_shares(heads.q, heads.kv, degree)
-    (q0, q1), (kv0, kv1) = shares[place]
-    group = heads.q // heads.kv
-    # A rank without heads runs nothing, and any plan will do.
-    own = Heads(q1 - q0, kv1 - kv0, q0 - kv0 * group, group) if q0 < q1 else Heads(1, 1)
-    at_a_time = sizes.heads_at_a_time(own.kv) if gathering else None
+    shares, group = head_shares(heads.q, heads.kv, degree), heads.q // heads.kv
     wiring = _ring(rows.world_size)
-    steps = plan(rows, mask.superset, wiring, ring_rank, own, caps, gather=at_a_time, kv_layout=kv_rows)
-    among_ring = Among(transport, grid.ring(rank))
+    among, among_ring = Among(transport, grid.exchange(rank)), Among(transport, grid.ring(rank))
     placements = Placements(rows.placements(ring_rank), (kv_rows or rows).placements(ring_rank))
-    exchange = Exchange(place, shares, placements, Among(transport, grid.exchange(rank)))
-    written = Written(mask, rows, kv_rows or rows, ring_rank, q0) if mask.explicit else None
-    return Run(Job(steps, kernel, scale, among_ring, call, fingerprint, softcap, written), exchange)
+    parts: list[Part] = []
+    for of_part in in_parts(shares, group, sizes.parts(heads.kv)):
+        (q0, q1), (kv0, kv1) = of_part[place]
+        # A rank without heads runs nothing, and any plan will do.
+        own = Heads(q1 - q0, kv1 - kv0, q0 - kv0 * group, group) if q0 < q1 else Heads(1, 1)
+        at_a_time = sizes.heads_at_a_time(own.kv) if gathering else None
+        steps = plan(rows, mask.superset, wiring, ring_rank, own, caps, gather=at_a_time, kv_layout=kv_rows)
+        written = Written(mask, rows, kv_rows or rows, ring_rank, q0) if mask.explicit else None
+        job = Job(steps, kernel, scale, among_ring, call, fingerprint, softcap, written)
+        exchange = Exchange(place, of_part, placements, among, replicates(shares))
+        parts.append(Part(job, exchange, first=not parts))
+    return Run(None, tuple(parts))

@@ -18,6 +18,7 @@ from ringcp.modes import (
     exchange_bytes,
     gathered,
     head_shares,
+    in_parts,
     most,
     ranks_per_node,
     replicates,
@@ -66,6 +67,19 @@ def test_shares_of_models():
 
 
 # Bytes, against lists of messages ------------------------------------------------------------------------------------
+
+
+@given(heads, st.integers(1, 17), st.integers(1, 4))
+def test_parts_of_an_exchange(counts, degree, parts):
+    """Each has a KV head or more of every rank, and the query heads of these; together they are the shares."""
+    shares, group = head_shares(*counts, degree), counts[0] // counts[1]
+    found = in_parts(shares, group, parts)
+    assert len(found) == max(1, min(parts, *(kv[1] - kv[0] for _, kv in shares), counts[1]))
+    for share, *of_rank in zip(shares, *found, strict=True):
+        for whole, cuts in zip(share, zip(*of_rank, strict=True), strict=True):
+            assert [i for cut in cuts for i in range(*cut)] == list(range(*whole))
+        for q, kv in of_rank:
+            assert sorted({i // group for i in range(*q)}) == list(range(*kv))
 
 
 def exchange_messages(lengths, degree, weight):

@@ -11,6 +11,7 @@ from torch import Tensor
 import ringcp
 from ringcp.layout import layout_named
 from ringcp.merge import accumulator_dtype
+from ringcp.runs import Sizes
 from ringcp.testing import in_process
 
 # Bits are compared with those of ranks, which have one thread.
@@ -107,8 +108,14 @@ JOBS = [
 ]
 
 
-def over_gloo(mesh, mode, jobs):
-    """out, lse, dq, dk, dv of each job in the order of the sequence."""
+def over_gloo(mesh, mode, jobs, parts=1):
+    """out, lse, dq, dk, dv of each job in the order of the sequence; exchanged in so many parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sizes, "parts", lambda *_: parts)
+        return all_over_gloo(mesh, mode, jobs)
+
+
+def all_over_gloo(mesh, mode, jobs):
     found = []
     for i, (mask, dtype, seq_len, heads) in enumerate(jobs):
         layout = layout_named(LAYOUTS[i % 3], seq_len, mesh.size())
@@ -124,8 +131,9 @@ def over_gloo(mesh, mode, jobs):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ulysses_over_gloo_has_the_bits_of_one_process(worlds, world_size):
-    for by_rank in worlds(world_size).run(over_gloo, "ulysses", JOBS):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_ulysses_over_gloo_has_the_bits_of_one_process(worlds, world_size, parts):
+    for by_rank in worlds(world_size).run(over_gloo, "ulysses", JOBS, parts):
         for (mask, dtype, seq_len, heads), got in zip(JOBS, by_rank, strict=True):
             want = here(tensors(heads, seq_len, 16, dtype), through_lse=True, mask=MASKS[mask], world_size=1)
             assert equal(got, want) == NAMES, (mask, dtype, seq_len, heads)

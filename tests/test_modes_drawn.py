@@ -11,12 +11,13 @@ from torch import Tensor
 
 import ringcp
 from ringcp import exchange as exchanged
+from ringcp.exchange import Part
 from ringcp.executor import drive_all
 from ringcp.grouped import Grid, grouped
 from ringcp.kernels.registry import KERNELS
 from ringcp.layout import Layout, layout_named
 from ringcp.modes import MODES, Choice, divisors, head_shares
-from ringcp.runs import make_run, sizes_of
+from ringcp.runs import Sizes, make_run, sizes_of
 from ringcp.schedule import Heads
 from ringcp.testing import in_process, reference_attention
 from ringcp.transport import InProcess
@@ -63,8 +64,15 @@ def calls(draw):
 
 
 @settings(max_examples=30)
-@given(calls())
-def test_all_modes_agree(call):
+@given(calls(), st.integers(1, 3))
+def test_all_modes_agree(call, parts):
+    """Exchanges in one part or several, as those of many bytes are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sizes, "parts", lambda *_: parts)
+        all_modes_agree(call)
+
+
+def all_modes_agree(call):
     (batch, q_heads, kv_heads, seq_len, name), world_size, options, every = call
     generator = torch.Generator().manual_seed(batch * seq_len)
     shapes = ((q_heads, 4), (kv_heads, 4), (kv_heads, 3), (q_heads, 3), (q_heads,))
@@ -167,19 +175,20 @@ class Scene:
         """By rank: its rows, all heads."""
         return [[self.layout.shard(self.whole[name], rank, 2) for name in names] for rank in self.ranks]
 
-    def exchanged(self, names: tuple[str, ...]) -> list[list[Tensor]]:
-        """By rank: all rows of its ring rank, the heads of its share."""
-        found = []
-        for rank in self.ranks:
-            share, rows = self.shares[self.grid.place(rank)], self.rows[self.grid.ring_rank(rank)]
-            cuts = {name: slice(*(share.kv if name.endswith(("k", "v")) else share.q)) for name in names}
-            found.append([self.whole[name][:, heads, rows] for name, heads in cuts.items()])
-        return found
+    def exchanged(self, names: tuple[str, ...]) -> list[list[list[Tensor]]]:
+        """By rank and part: all rows of its ring rank, the heads of its share."""
+        return [[self._of(rank, part, names) for part in self.runs[rank].parts] for rank in self.ranks]
+
+    def _of(self, rank: int, part: Part, names: tuple[str, ...]) -> list[Tensor]:
+        share, rows = part.exchange.shares[self.grid.place(rank)], self.rows[self.grid.ring_rank(rank)]
+        cuts = {name: slice(*(share.kv if name.endswith(("k", "v")) else share.q)) for name in names}
+        return [self.whole[name][:, heads, rows] for name, heads in cuts.items()]
 
     @property
-    def busy(self) -> list[int]:
-        """The ranks with query heads."""
-        return [rank for rank in self.ranks if len(range(*self.shares[self.grid.place(rank)].q))]
+    def busy(self) -> list[tuple[int, int]]:
+        """The ranks with query heads, and their parts."""
+        ranks = [rank for rank in self.ranks if len(range(*self.shares[self.grid.place(rank)].q))]
+        return [(rank, i) for rank in ranks for i in range(len(self.runs[rank].parts))]
 
     @property
     def takers(self) -> Tensor:
@@ -193,13 +202,14 @@ class Standing:
     """In the executor's place: keeps what each rank brings, and gives back that rank's part of `names`."""
 
     def __init__(self, scene: Scene, names: tuple[str, ...]) -> None:
-        self.brought: dict[int, tuple[Tensor, ...]] = {}
-        self._jobs, self._results = [run.job for run in scene.runs], scene.exchanged(names)
+        self.brought: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._jobs = {(rank, i): part.job for rank, run in enumerate(scene.runs) for i, part in enumerate(run.parts)}
+        self._results = scene.exchanged(names)
 
     def __call__(self, job, *tensors):
-        (rank,) = (rank for rank, known in enumerate(self._jobs) if known is job)
-        self.brought[rank] = tensors
-        return self._results[rank]
+        ((rank, i),) = (at for at, known in self._jobs.items() if known is job)
+        self.brought[rank, i] = tensors
+        return self._results[rank][i]
         yield
 
 
@@ -211,8 +221,10 @@ PASSES = {
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1), (3, 3)], ids=str)
 @pytest.mark.parametrize("name", ALL_LAYOUTS)
-def test_the_exchange_alone(monkeypatch, name, heads):
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_exchange_alone(monkeypatch, name, heads, parts):
     """Each run gets all rows of its ring rank for its share of the heads, and what it makes of them goes home."""
+    monkeypatch.setattr(Sizes, "parts", lambda *_: parts)
     for world_size, degree in PLACES:
         if degree == 1:
             continue
@@ -224,9 +236,9 @@ def test_the_exchange_alone(monkeypatch, name, heads):
             home = drive_all([getattr(run, way)(*local) for run, local in runs])
             assert sorted(standing.brought) == scene.busy, "a rank without heads computes nothing"
             want = scene.exchanged(inputs)
-            for rank, brought in standing.brought.items():
+            for (rank, i), brought in standing.brought.items():
                 assert len(brought) == len(inputs)
-                assert all(map(torch.equal, brought, want[rank])), (world_size, degree, way, rank)
+                assert all(map(torch.equal, brought, want[rank][i])), (world_size, degree, way, rank, i)
             for rank, local in enumerate(scene.local(results)):
                 # What several ranks have made of one key head is their sum.
                 times = [scene.takers if result in ("dk", "dv") else 1 for result in results]

@@ -13,7 +13,7 @@ from ringcp.executor import drive
 from ringcp.kernels.registry import KERNELS
 from ringcp.merge import accumulator_dtype
 from ringcp.modes import Choice, head_shares, replicates
-from ringcp.runs import make_run, sizes_of
+from ringcp.runs import Sizes, make_run, sizes_of
 from ringcp.schedule import Heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,6 +97,18 @@ def test_an_exchange_holds_rows_and_heads_once_more(dtype):
             seen = peaks(Choice(mode, degree, ""), world_size, heads, dtype, world_size - degree + place)
             expected = exchanged(degree, heads, dtype, place, rings=mode == "usp")
             assert seen == expected, (heads, world_size, degree, place)
+
+
+def test_an_exchange_takes_no_more_in_parts(monkeypatch):
+    """The rows of a part come and go while another is computed, but then there are fewer of them."""
+    for heads, (world_size, degree) in itertools.product((Heads(8, 8), Heads(8, 2)), ((2, 2), (4, 4), (6, 2))):
+        how = Choice("ulysses" if world_size == degree else "usp", degree, ""), world_size, heads, torch.float32, 1
+        monkeypatch.setattr(Sizes, "parts", lambda *_: 1)
+        whole = peaks(*how)
+        monkeypatch.setattr(Sizes, "parts", lambda *_: 2)
+        seen = peaks(*how)
+        assert seen.forward <= whole.forward, (heads, world_size, degree)
+        assert seen.backward <= whole.backward, (heads, world_size, degree)
 
 
 def test_an_exchange_takes_no_more_with_more_ranks():

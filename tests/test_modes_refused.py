@@ -179,18 +179,16 @@ def die(*_):
 
 @contextlib.contextmanager
 def dying_in_exchange(direction, step):
-    swapped = exchange._swapped
+    swap = exchange._swap
 
-    def dying(job, peers, device, direction_, step_, *args):
-        return (
-            die() if (direction_, step_) == (direction, step) else swapped(job, peers, device, direction_, step_, *args)
-        )
+    def dying(part, device, direction_, step_, *args):
+        return die() if (direction_, step_) == (direction, step) else swap(part, device, direction_, step_, *args)
 
-    exchange._swapped = dying
+    exchange._swap = dying
     try:
         yield
     finally:
-        exchange._swapped = swapped
+        exchange._swap = swap
 
 
 def survive(mesh, way, place, pattern):
