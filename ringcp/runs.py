@@ -32,11 +32,13 @@ from ringcp.modes import Choice, head_shares
 from ringcp.schedule import Heads
 from ringcp.topology import ring
 from ringcp.transport import Among, Pending, Transport
-from ringcp.written import Written
+from ringcp.written import Extras, Written
 
 _ring = lru_cache(maxsize=64)(ring)
 
 _GATHER_MEMORY = 1 << 30
+
+_NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def make_run(
     call: int = 0,
     fingerprint: int = 0,
     softcap: float | None = None,
+    extras: Extras = _NO_EXTRAS,
 ) -> Run:
     """The run of `rank` for one call.
 
@@ -108,8 +111,9 @@ def make_run(
         at_a_time = gather.heads_at_a_time(heads.kv) if gathering else None
         wiring = _ring(layout.world_size)
         steps = plan(layout, mask.superset, wiring, rank, heads, kernel.caps, gather=at_a_time, kv_layout=kv_layout)
-        written = Written(mask, layout, kv_layout or layout, rank) if mask.explicit else None
-        return Run(Job(steps, kernel, scale, transport, call, fingerprint, softcap, written), None)
+        written = Written(mask, layout, kv_layout or layout, rank, extras)
+        job = Job(steps, kernel, scale, transport, call, fingerprint, softcap, None if written.empty else written)
+        return Run(job, None)
     grid = Grid(layout.world_size, degree)
     rows = grouped(layout, degree)
     kv_rows = None if kv_layout is None else grouped(kv_layout, degree)
@@ -125,5 +129,6 @@ def make_run(
     among_ring = Among(transport, grid.ring(rank))
     placements = Placements(rows.placements(ring_rank), (kv_rows or rows).placements(ring_rank))
     exchange = Exchange(place, shares, placements, Among(transport, grid.exchange(rank)))
-    written = Written(mask, rows, kv_rows or rows, ring_rank, q0) if mask.explicit else None
-    return Run(Job(steps, kernel, scale, among_ring, call, fingerprint, softcap, written), exchange)
+    written = Written(mask, rows, kv_rows or rows, ring_rank, extras, q0)
+    job = Job(steps, kernel, scale, among_ring, call, fingerprint, softcap, None if written.empty else written)
+    return Run(job, exchange)

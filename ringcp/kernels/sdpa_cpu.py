@@ -18,6 +18,7 @@ from torch import Tensor
 from ringcp.kernels import refusals
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import additive_mask, attending, padded, shared_width, unit_stride, with_lse_grad
+from ringcp.kernels.pairwise import Alibi
 from ringcp.lower import Caps
 
 _aten = torch.ops.aten
@@ -28,7 +29,7 @@ _ALIGNED = 8
 
 @dataclass(frozen=True)
 class SdpaFlashCpu:
-    """fp32, fp64, bf16, fp16 (whose backward is slow); GQA without repeats; bands by an additive mask."""
+    """fp32, fp64, bf16, fp16 (whose backward is slow); GQA without repeats; bands and ALiBi by an additive mask."""
 
     forward_op: Callable[..., Any] = _aten._scaled_dot_product_flash_attention_for_cpu.default
     backward_op: Callable[..., Any] = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -39,7 +40,8 @@ class SdpaFlashCpu:
 
     def refusals(self, problem: Problem) -> list[str]:
         dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-        return refusals.shared(problem, self.caps, device="cpu", dtypes=dtypes, max_dim=None, multiple=1, explicit=True)
+        takes = {"explicit": True, "alibi": True}
+        return refusals.shared(problem, self.caps, device="cpu", dtypes=dtypes, max_dim=None, multiple=1, **takes)
 
     def forward(
         self,
@@ -51,12 +53,13 @@ class SdpaFlashCpu:
         scale: float,
         softcap: float | None = None,
         allowed: Tensor | None = None,
+        alibi: Alibi | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert softcap is None, "refused"
         value_dim = v.shape[-1]
         width = max(q.shape[-1], value_dim)
         q_BHMW, k_BHNW, v_BHNW = (unit_stride(padded(x, width)) for x in (q, k, v))
-        is_causal, mask = _mask(q, k, form, allowed)
+        is_causal, mask = _mask(q, k, form, allowed, alibi)
         out_BHMW, lse_BHM = self.forward_op(q_BHMW, k_BHNW, v_BHNW, 0.0, is_causal, attn_mask=mask, scale=scale)
         if mask is not None and allowed is not None:
             lse_BHM = lse_BHM.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
@@ -76,23 +79,34 @@ class SdpaFlashCpu:
         scale: float,
         softcap: float | None = None,
         allowed: Tensor | None = None,
+        alibi: Alibi | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert softcap is None, "refused"
         dim, value_dim = q.shape[-1], v.shape[-1]
         width = shared_width(dim, value_dim, dlse, q.dtype, multiple=1 if dlse is None else _ALIGNED)
         q_BHMW, k_BHNW, v_BHNW = (unit_stride(padded(x, width)) for x in (q, k, v))
         dout_BHMW, out_BHMW = (unit_stride(x) for x in with_lse_grad(dout, out, dlse, width, q.dtype))
-        is_causal, mask = _mask(q, k, form, allowed)
+        is_causal, mask = _mask(q, k, form, allowed, alibi)
         dq, dk, dv = self.backward_op(
             dout_BHMW, q_BHMW, k_BHNW, v_BHNW, out_BHMW, lse, 0.0, is_causal, attn_mask=mask, scale=scale
         )
         return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
 
 
-def _mask(q: Tensor, k: Tensor, form: Form, allowed: Tensor | None) -> tuple[bool, Tensor | None]:
-    """Whether causal, and else 0 where a pair attends and -inf elsewhere, (M, N), or (B | 1, H | 1, M, N); or None."""
+def _mask(q: Tensor, k: Tensor, form: Form, allowed: Tensor | None, alibi: Alibi | None) -> tuple[bool, Tensor | None]:
+    """Whether causal; else 0 or the bias where a pair attends and -inf elsewhere, (M, N) or (B | 1, H | 1, M, N); or
+    None.
+    """
     m, n = q.shape[2], k.shape[2]
     assert m * n > 0, f"an empty tile of {m} rows and {n} keys must not reach a kernel"
+    if alibi is not None:
+        # The op adds a mask of fp32 to half precision: in 8 bits the distance itself would be lost.
+        bias_BHMN = alibi.bias(torch.promote_types(q.dtype, torch.float32))
+        if allowed is not None:
+            bias_BHMN = torch.where(attending(m, n, form, allowed), bias_BHMN, -torch.inf)
+        elif form != Form():
+            bias_BHMN += additive_mask(m, n, form, dtype=bias_BHMN.dtype, device=q.device)
+        return False, bias_BHMN
     if allowed is not None:
         pairs_BHMN = attending(m, n, form, allowed)
         return False, q.new_zeros(pairs_BHMN.shape).masked_fill_(~pairs_BHMN, -torch.inf)
