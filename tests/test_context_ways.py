@@ -342,7 +342,7 @@ def encoder_layers(mesh):
             model.train(training)
             with ringcp.context_parallel(mesh, layout=layout), torch.set_grad_enabled(grad):
                 if training and dropout:
-                    with pytest.raises(ringcp.UnsupportedError, match="can do .*, dropout.* but every one refuses"):
+                    with pytest.raises(ringcp.UnsupportedError, match=r"can do .*, dropout.* but every one refuses"):
                         model(mine)
                     continue
                 out = model(mine)
