@@ -18,7 +18,7 @@ in the accumulator's dtype, for the sum over the block, its parts that go and th
 and rank that has needed it, beside N R for the N own rows and dq. With a full mask Nback = Nin = Ng - N and Nout = N.
 
 A mask that functions say costs a bool for each row and key of one call, for each head and batch row if they differ;
-ALiBi in "sdpa_flash_cpu" a number for each row, key and head of one call.
+the bias of ALiBi in "sdpa_flash_cpu" is made for some rows at a time.
 """
 
 from __future__ import annotations

@@ -68,6 +68,29 @@ def test_distances_keep_their_digits_in_half_precision(dtype):
         assert (mine - real).abs().max() < 4 * torch.finfo(dtype).eps * real.abs().max()
 
 
+@pytest.mark.parametrize("form", [Form(), Form(lo=0), Form(lo=-4), Form(lo=-2, hi=3), Form(hi=6)])
+@pytest.mark.parametrize("limit", [1, 200, 1 << 20])
+def test_a_large_bias_is_made_for_some_rows_at_a_time(monkeypatch, form, limit):
+    monkeypatch.setattr("ringcp.kernels.sdpa_cpu._BIAS_ELEMENTS", limit)
+    generator = torch.Generator().manual_seed(1)
+    m = n = 11
+    q, k, v, dout, dlse = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((2, 4, m, 5), (2, 2, n, 5), (2, 2, n, 3), (2, 4, m, 3), (2, 4, m))
+    )
+    allowed = torch.rand(2, 1, m, n, generator=generator) > 0.3
+    alibi = Alibi(torch.rand(2, 4, generator=generator), torch.arange(m) * 2 + 5, torch.arange(n))
+    for pairs in (None, allowed):
+        how = {"form": form, "scale": 0.4, "alibi": alibi, "allowed": pairs}
+        out, lse = Reference().forward(q, k, v, **how)
+        safe = lse.masked_fill(lse == -torch.inf, torch.inf)
+        want = [out, lse, *Reference().backward(dout, q, k, v, out, safe, dlse, **how)]
+        got = SdpaFlashCpu().forward(q, k, v, **how)
+        got = [*got, *SdpaFlashCpu().backward(dout, q, k, v, out, safe, dlse, **how)]
+        for x, y in zip(got, want, strict=True):
+            assert_close(x, y)
+
+
 # --- over ranks
 
 

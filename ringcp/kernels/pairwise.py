@@ -31,6 +31,10 @@ class Alibi:
         distance_MN = (self.rows[:, None] - self.keys).abs().to(dtype)
         return -self.slopes.to(dtype)[:, :, None, None] * distance_MN
 
+    def part(self, rows: slice, keys: slice) -> Alibi:
+        """That of some rows and keys."""
+        return Alibi(self.slopes, self.rows[rows], self.keys[keys])
+
 
 @dataclass(frozen=True)
 class Dropout:

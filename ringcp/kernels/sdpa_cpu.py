@@ -8,23 +8,27 @@ Shapes: B batch, H heads, M query rows, N keys, D head dim of q and k, Dv of v, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringcp.band import Band, crop, trim
 from ringcp.kernels import refusals
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import additive_mask, attending, padded, shared_width, unit_stride, with_lse_grad
 from ringcp.kernels.pairwise import Alibi
+from ringcp.kernels.windows import form_of
 from ringcp.lower import Caps
 
 _aten = torch.ops.aten
 # With rows of any width, the bits of a head's results depend on how many heads it is among: a product whose operands
 # start at a multiple of 16 bytes is computed in another order than one whose operands do not.
 _ALIGNED = 8
+# A bias of more elements is made for some rows at a time: heads times rows times keys would soon fill the memory.
+_BIAS_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,14 @@ class SdpaFlashCpu:
         alibi: Alibi | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert softcap is None, "refused"
+        strips = [] if alibi is None else _strips(q.shape[2], k.shape[2], form, alibi)
+        if alibi is not None and len(strips) > 1:
+            each = [
+                self.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], form=part, scale=scale, **extras)
+                for rows, keys, part, extras in _launches(strips, allowed, alibi)
+            ]
+            out_BHME, lse_BHM = (torch.cat(parts, 2) for parts in zip(*each, strict=True))
+            return out_BHME, lse_BHM
         value_dim = v.shape[-1]
         width = max(q.shape[-1], value_dim)
         q_BHMW, k_BHNW, v_BHNW = (unit_stride(padded(x, width)) for x in (q, k, v))
@@ -82,6 +94,28 @@ class SdpaFlashCpu:
         alibi: Alibi | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert softcap is None, "refused"
+        strips = [] if alibi is None else _strips(q.shape[2], k.shape[2], form, alibi)
+        if alibi is not None and len(strips) > 1:
+            wide = torch.promote_types(k.dtype, torch.float32)
+            dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
+            dqs = []
+            for rows, keys, part, extras in _launches(strips, allowed, alibi):
+                dq_part, dk_part, dv_part = self.backward(
+                    dout[:, :, rows],
+                    q[:, :, rows],
+                    k[:, :, keys],
+                    v[:, :, keys],
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    None if dlse is None else dlse[:, :, rows],
+                    form=part,
+                    scale=scale,
+                    **extras,
+                )
+                dqs.append(dq_part)
+                dk[:, :, keys] += dk_part
+                dv[:, :, keys] += dv_part
+            return torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)
         dim, value_dim = q.shape[-1], v.shape[-1]
         width = shared_width(dim, value_dim, dlse, q.dtype, multiple=1 if dlse is None else _ALIGNED)
         q_BHMW, k_BHNW, v_BHNW = (unit_stride(padded(x, width)) for x in (q, k, v))
@@ -91,6 +125,28 @@ class SdpaFlashCpu:
             dout_BHMW, q_BHMW, k_BHNW, v_BHNW, out_BHMW, lse, 0.0, is_causal, attn_mask=mask, scale=scale
         )
         return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
+
+
+def _strips(m: int, n: int, form: Form, alibi: Alibi) -> list[Band]:
+    """The form as bands of some rows each, whose bias is not too large."""
+    whole = trim((0, m), (0, n), 1 - n if form.lo is None else form.lo, m - 1 if form.hi is None else form.hi)
+    assert whole is not None, f"{m} x {n} {form} holds no pair"
+    num_rows = max(1, _BIAS_ELEMENTS // (alibi.slopes.numel() * n))
+    parts = (crop(whole, (start, min(start + num_rows, m)), whole.k) for start in range(0, m, num_rows))
+    return [part for part in parts if part is not None]
+
+
+def _launches(
+    strips: Sequence[Band], allowed: Tensor | None, alibi: Alibi
+) -> Iterator[tuple[slice, slice, Form, dict[str, Any]]]:
+    """For each strip its rows, keys and form, and what of the rest is its."""
+    for band in strips:
+        rows, keys = slice(*band.q), slice(*band.k)
+        extras: dict[str, Any] = {"alibi": alibi.part(rows, keys)}
+        if allowed is not None:
+            m, n = len(alibi.rows), len(alibi.keys)
+            extras["allowed"] = allowed.expand(*allowed.shape[:2], m, n)[:, :, rows, keys]
+        yield rows, keys, form_of(band), extras
 
 
 def _mask(q: Tensor, k: Tensor, form: Form, allowed: Tensor | None, alibi: Alibi | None) -> tuple[bool, Tensor | None]:
