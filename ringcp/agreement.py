@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ringcp.errors import AgreementError, PeerError, RingcpError
 from ringcp.groups import Channel, GroupState
@@ -21,25 +22,27 @@ _WORDS_BYTES = 16384
 _VOTE_TAG, _WORDS_TAG = 1 << 30, (1 << 30) + 1
 
 
-class Lengths(NamedTuple):
-    """Local lengths of queries, and of keys and values."""
+class Told(NamedTuple):
+    """What a rank tells the others: local lengths of queries, and of keys and values; the seed that it drew."""
 
     q: int
     kv: int
+    seed: int = 0
 
 
 class Vote(NamedTuple):
-    """What one rank says: a hash of what must be equal, its call number, lengths, and whether it refuses."""
+    """What one rank says: a hash of what must be equal, its call number, what it tells, and whether it refuses."""
 
     signature: int
     call: int
     local_len: int
     local_kv_len: int
+    seed: int
     refused: int
 
     @property
-    def lengths(self) -> Lengths:
-        return Lengths(self.local_len, self.local_kv_len)
+    def told(self) -> Told:
+        return Told(self.local_len, self.local_kv_len, self.seed)
 
 
 def signature(description: str) -> int:
@@ -47,15 +50,23 @@ def signature(description: str) -> int:
     return int.from_bytes(blake2b(description.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def slopes_text(slopes: Tensor | None) -> str:
+    """Slopes of ALiBi as words of a vote: their shape; and of what lies on the host, the values."""
+    # What lies on a GPU is not read: that would wait for it.
+    if slopes is None or slopes.device.type != "cpu":
+        return str(slopes if slopes is None else tuple(slopes.shape))
+    return f"{tuple(slopes.shape)} with signature {signature(repr(slopes.tolist()))} of their values"
+
+
 def agree(
     state: GroupState,
     call: int,
     words: str,
-    lengths: Lengths,
+    told: Told,
     refusal: RingcpError | None,
     timeout: float | None,
-) -> list[Lengths]:
-    """Vote on one call; the local lengths of all ranks. A group of one does not vote.
+) -> list[Told]:
+    """Vote on one call; what all ranks tell. A group of one does not vote.
 
     words: everything that must be equal on all ranks, as "name=value; name=value".
     refusal: why this rank cannot make the call, if it cannot.
@@ -68,13 +79,13 @@ def agree(
     if state.channel is None:
         if refusal is not None:
             raise refusal
-        return [lengths]
-    mine = Vote(signature(words), call, *lengths, refusal is not None)
+        return [told]
+    mine = Vote(signature(words), call, *told, refusal is not None)
     try:
         received = state.channel.exchange(host_int64(mine), _VOTE_TAG, timeout)
         votes = [Vote(*vote.tolist()) for vote in received]
         if not any(vote.refused for vote in votes) and len({vote[:2] for vote in votes}) == 1:
-            return [vote.lengths for vote in votes]
+            return [vote.told for vote in votes]
         said = _exchange_words(state.channel, str(refusal) if refusal is not None else words, timeout)
     except BaseException as error:
         state.break_off(error)

@@ -34,6 +34,8 @@ def attention(
     gather_memory: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
     kernel: str = "auto",
     sinks: Tensor | None = None,
     return_lse: bool = False,
@@ -77,19 +79,28 @@ def attention(
         softcap: a positive C: scaled scores become ``C * tanh(score / C)`` before they are masked (Gemma 2); None is no
             cap. Few kernels can: on a CPU "reference", which "auto" then takes without a word, with memory for the
             score matrix of each launch; on a GPU "flash2", "flash3" and "flash4", if installed.
+        alibi_slopes: (Hq,) or (B, Hq), fp32, the same on every rank: ``-slope * |i - j|`` is added to the scaled
+            (and capped) score of query i and key j, positions of the whole sequence (ALiBi, Press et al. 2022, as
+            flash-attn has it for queries and keys of one length). No gradient. Kernels: "reference", and on a CPU
+            "sdpa_flash_cpu", which makes the bias of some rows at a time.
+        dropout_p: the probability with which a weight is dropped after the softmax, the others divided by 1 - p; 0.0 in
+            evaluation is the caller's to say. The lse does not see it. The seed is drawn from torch's generator of the
+            CPU; that of rank 0 counts, so a call with dropout always votes. What is dropped depends on the seed, batch
+            row, head and positions alone: every mode, layout and number of ranks drops the same. Only
+            ``kernel="reference"`` can, and has to be named: it needs memory for the score matrix of each launch.
         kernel: "auto"; a family of kernels, "sdpa"; or one of them: "flash3", "flash4", "flash2" (the packages, if
             installed), "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash_cpu" (built into torch), "reference"
             (plain matmuls, memory for the whole score matrix).
         sinks: (Hq,) logits that take part in each row's softmax without a value (attention sinks), not capped, the
             same on every rank; differentiable: each rank gets the gradient of its own rows, as for any parameter.
-        return_lse: also return the log-sum-exp of the scaled (and capped) scores.
+        return_lse: also return the log-sum-exp of the scaled (and capped, and biased) scores.
         agree: when the ranks vote on their arguments: "call", before each call (default on CPU), or "context" (default
-            on CUDA): not in this call, if `seq_len` or a `Layout` says the length. Without a vote the local length is
-            still checked before anything is sent, but ranks that disagree in heads, dtype, mask or options are not
-            noticed in time: on gloo they run into the timeout, on NCCL they hang or get wrong numbers. A vote is one
-            round of small messages. Measured with gloo on 2 cores: 120 us between 2 idle ranks, 800 to 1,400 us where
-            the ranks compute and their communication threads wait for a core (call against context, medians);
-            3,000 us between 4 ranks on the 2 cores.
+            on CUDA): not in this call, if `seq_len` or a `Layout` says the length and nothing is dropped. Without a
+            vote the local length is still checked before anything is sent, but ranks that disagree in heads, dtype,
+            mask or options are not noticed in time: on gloo they run into the timeout, on NCCL they hang or get wrong
+            numbers. A vote is one round of small messages. Measured with gloo on 2 cores: 120 us between 2 idle ranks,
+            800 to 1,400 us where the ranks compute and their communication threads wait for a core (call against
+            context, medians); 3,000 us between 4 ranks on the 2 cores.
         timeout: seconds (or a `timedelta`) to wait for peers; None is the process group's own timeout.
 
     Returns:
@@ -117,6 +128,8 @@ def attention(
         gather_memory=gather_memory,
         scale=scale,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
         kernel=kernel,
         sinks=sinks,
         agree=agree,
@@ -133,7 +146,7 @@ def attend(
     refusal = refusal or refusal_of(q, k, v, options)
     options = options.with_agree(q.device.type if isinstance(q, Tensor) else "cpu")
     if refusal is not None:
-        silent = options.agree == "context" and options.knows_length
+        silent = not options.votes
         if not torch.compiler.is_compiling():
             _vote_against(group_name, silent, *refusal)
         # Traced: the op itself raises when the compiled code runs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -198,6 +199,41 @@ def softcap_problem(softcap: object) -> str:
     if softcap is None or (number and 0 < softcap < math.inf):  # type: ignore[operator]
         return ""
     return f"softcap: expected a positive number or None, got {shown(softcap)}; pass None for scores without a cap"
+
+
+def alibi_problem(slopes: object, q: Any = None) -> str:
+    """Why `slopes` are neither those of ALiBi for each head of q (B, Hq, S, D), if it is given, nor None; empty if they
+    are.
+    """
+    if slopes is None:
+        return ""
+    each, of_rows = ("(Hq,)", "(B, Hq)") if q is None else (tuple(q.shape[:2])[1:], tuple(q.shape[:2]))
+    if not isinstance(slopes, Tensor) or slopes.dtype != torch.float32 or slopes.ndim not in (1, 2):
+        fits = False
+    else:
+        fits = q is None or tuple(slopes.shape) in (each, of_rows)
+    if not fits:
+        return (
+            f"alibi_slopes: expected a float32 tensor of one slope for each query head, {each} or {of_rows}, or None, "
+            f"got {shown(slopes)}; pass slopes of shape (Hq,) or (B, Hq), .float()"
+        )
+    assert isinstance(slopes, Tensor)
+    if q is not None and slopes.device not in (torch.device("cpu"), q.device):
+        return f"alibi_slopes: expected a tensor on cpu or {q.device}, got one on {slopes.device}; move it"
+    if slopes.requires_grad and torch.is_grad_enabled():
+        return (
+            "alibi_slopes: expected slopes that need no gradient, for ringcp computes none, got some that require one; "
+            "pass alibi_slopes.detach()"
+        )
+    return ""
+
+
+def dropout_problem(dropout_p: object) -> str:
+    """Why `dropout_p` is not a probability below 1; empty if it is."""
+    number = isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool)
+    if number and 0 <= dropout_p < 1:  # type: ignore[operator]
+        return ""
+    return f"dropout_p: expected a number from 0 to below 1, got {shown(dropout_p)}; pass 0.0 for no dropout"
 
 
 def layout_problem(layout: object, argument: str = "layout") -> str:

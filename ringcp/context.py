@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringcp.active import Session, active_session, is_active, sessions
+from ringcp.agreement import slopes_text
 from ringcp.ambient import layout_around
 from ringcp.balance import choose_layout
 from ringcp.checks import check_agree, check_layout, check_mode, shown
@@ -48,6 +49,7 @@ def context_parallel(
     ulysses_degree: int | None = None,
     gather_memory: int | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     agree: str | None = None,
     timeout: float | timedelta | None = None,
 ) -> Iterator[Context]:
@@ -83,8 +85,9 @@ def context_parallel(
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
             Say here all that the calls leave out, so that the work is balanced by it: ``Documents(...) & Causal()``.
             None: as each call says; it is refused if a buffer looks like the position ids of packed documents.
-        softcap: as in `ringcp.attention`, in every call of the body.
-        kernel: as in `ringcp.attention`.
+        softcap, alibi_slopes: as in `ringcp.attention`, in every call of the body.
+        kernel: as in `ringcp.attention`. A call with ``dropout_p`` above 0 raises unless it is "reference", the one
+            kernel with dropout; which weights a call drops depends on the seed and not on the number of ranks.
         agree: "call" (default on CPU): the ranks vote before every attention call, or "context" (default on CUDA): once
             on entry, and in calls only if nothing says how long the sequence is. See `ringcp.attention`.
         timeout: seconds (or a `timedelta`) to wait for peers; None is the process group's own timeout.
@@ -116,6 +119,7 @@ def context_parallel(
             ulysses_degree=degree,
             gather_memory=gather_memory,
             softcap=softcap,
+            alibi_slopes=alibi_slopes,
             kernel=kernel,
             agree=agree,
             timeout=timeout,
@@ -133,7 +137,8 @@ def context_parallel(
         words = "; ".join(
             [
                 f"call=context_parallel; layout={layout!r}; mask={mask}; mode={options.mode}; ulysses_degree={degree}; "
-                f"gather_memory={gather_memory}; softcap={softcap}; kernel={kernel}; agree={options.agree}",
+                f"gather_memory={gather_memory}; softcap={softcap}; "
+                f"alibi_slopes={slopes_text(alibi_slopes)}; kernel={kernel}; agree={options.agree}",
                 f"number of buffers={len(given)}",
                 *(f"{each.name}={each}" for each in given),
             ]

@@ -17,7 +17,8 @@ Nout own rows that go, where those that go to several ranks count once; backward
 in the accumulator's dtype, for the sum over the block, its parts that go and the Nback rows that come, one for each row
 and rank that has needed it, beside N R for the N own rows and dq. With a full mask Nback = Nin = Ng - N and Nout = N.
 
-A mask that functions say costs a bool for each row and key of one call, for each head and batch row if they differ.
+A mask that functions say costs a bool for each row and key of one call, for each head and batch row if they differ;
+the bias of ALiBi in "sdpa_flash_cpu" is made for some rows at a time.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ _WORDS = {"kv": "keys and values", "dkv": "gradients of keys and values"}
 class Job(NamedTuple):
     """One call on one rank: what is the same in forward and backward.
 
-    call: its number in the group. fingerprint: a hash of all on which the ranks must agree. written: for a mask of
-    which the plan does not say all.
+    call: its number in the group. fingerprint: a hash of all on which the ranks must agree. written: what the plan does
+    not say of pairs, if there is any.
     """
 
     plan: Plan
@@ -130,7 +131,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, Non
                     form=call.form,
                     scale=job.scale,
                     softcap=job.softcap,
-                    allowed=None if written is None else written.allowed(call),
+                    **({} if written is None else written.keywords(call)),
                 )
                 if call.fresh:
                     out.write(call, out_c)
@@ -176,7 +177,7 @@ def backward(
                     form=call.form,
                     scale=job.scale,
                     softcap=job.softcap,
-                    allowed=None if written is None else written.allowed(call),
+                    **({} if written is None else written.keywords(call)),
                 )
                 if call.fresh:
                     dq.write(call, dq_c)

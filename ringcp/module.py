@@ -64,7 +64,8 @@ class ContextParallel(ParallelStyle):
     that it divides evenly, or replicated; the output is one too.
 
     Args:
-        mode, ulysses_degree, gather_memory, layout, softcap, kernel, agree, timeout: as in `ringcp.attention`.
+        mode, ulysses_degree, gather_memory, layout, softcap, alibi_slopes, kernel, agree, timeout: as in
+            `ringcp.attention`.
         mask: which positions attend to which; a causal forward, or ``is_causal=True``, is intersected with it.
         probe: whether the forward is tried. False says that it is `F.scaled_dot_product_attention` of its q, k, v and
             those of its keywords that it has, with grouped heads if `enable_gqa` is none of them.
@@ -84,6 +85,7 @@ class ContextParallel(ParallelStyle):
         ulysses_degree: int | None = None,
         gather_memory: int | None = None,
         softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
         agree: str | None = None,
         timeout: float | timedelta | None = None,
         probe: bool = True,
@@ -95,6 +97,7 @@ class ContextParallel(ParallelStyle):
             ulysses_degree=ulysses_degree,
             gather_memory=gather_memory,
             softcap=softcap,
+            alibi_slopes=alibi_slopes,
             kernel=kernel,
             agree=agree,
             timeout=timeout,
@@ -206,7 +209,6 @@ def _attending(form: _Form, meaning: Meaning, context: Context, ranks: frozenset
             qkv[0],
             qkv[1],
             qkv[2],
-            dropout_p=values.get("dropout_p", 0.0),
             is_causal=meaning.causal[None if is_causal is None else bool(is_causal)],
             scale=values.get("scale"),
             enable_gqa=grouped,
@@ -243,6 +245,11 @@ def _call_refusal(
             return UnsupportedError, (
                 f"attn_mask: expected None under ringcp.ContextParallel, got {shown(value)}; pass mask= a ringcp mask "
                 "to ContextParallel"
+            )
+        if name == "dropout_p" and value:
+            return UnsupportedError, (
+                f"dropout_p: expected 0.0 under ringcp.ContextParallel, got {shown(value)}; set the module's attention "
+                'dropout to 0, or call ringcp.attention(..., dropout_p=..., kernel="reference") in its place'
             )
         if name not in meaning.keywords | {"attn_mask", "dropout_p"} and not (
             name in form.defaults and _same(value, form.defaults[name])

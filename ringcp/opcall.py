@@ -8,7 +8,7 @@ from torch import Tensor
 from ringcp.layout import Layout, unsized_spec
 from ringcp.mask import Full
 from ringcp.ops import attention_op
-from ringcp.options import Options, seconds_of
+from ringcp.options import Options, draw_seed, seconds_of
 
 _FULL = Full()
 
@@ -23,6 +23,7 @@ def call_op(
     assert options.agree is not None, "callers say when"
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     sinks, kv_layout = options.sinks, options.kv_layout
+    dropout_seed = draw_seed() if options.dropout_p > 0 else None
     out, lse, _ = attention_op(
         q,
         k,
@@ -30,6 +31,8 @@ def call_op(
         _spec(options.layout),
         None if kv_layout is None else _spec(kv_layout),
         (_FULL if options.mask is None else options.mask).spec,
+        options.alibi_slopes,
+        dropout_seed,
         group_name,
         options.mode,
         options.ulysses_degree,
@@ -37,6 +40,7 @@ def call_op(
         options.kernel,
         options.scale,
         options.softcap,
+        float(options.dropout_p),
         options.seq_len,
         options.agree,
         seconds_of(options.timeout),

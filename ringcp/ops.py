@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringcp.agreement import Lengths, agree, signature
+from ringcp.agreement import Told, agree, signature, slopes_text
 from ringcp.ambient import ambient, layout_around
 from ringcp.checks import (
     check_agree,
@@ -42,9 +42,10 @@ from ringcp.runs import make_run, sizes_of
 from ringcp.schedule import Heads
 from ringcp.spec import host_int64
 from ringcp.transport import P2P, warm_up
+from ringcp.written import Extras
 
 # Inductor's cache on disk does not see what a fake returns: other outputs need another name of the op.
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ def attention_op(
     layout_spec: Tensor,
     kv_layout_spec: Tensor | None,
     mask_spec: Tensor,
+    alibi_slopes: Tensor | None,
+    dropout_seed: Tensor | None,
     group_name: str,
     mode: str,
     ulysses_degree: int | None,
@@ -64,6 +67,7 @@ def attention_op(
     kernel: str,
     scale: float | None,
     softcap: float | None,
+    dropout_p: float,
     seq_len: int | None,
     agree_when: str,
     timeout: float | None,
@@ -72,8 +76,8 @@ def attention_op(
     also: str,
     refused: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and int64 (7,), what backward has to know: lengths of queries and keys, call, kernel, fingerprint, mode
-    and degree.
+    """out, lse, and int64 (8,), what backward has to know: lengths of queries and keys, call, kernel, fingerprint, mode
+    and degree, and the seed of dropout, which is the one that rank 0 drew.
     """
     group, state = members(group_name)
     with state.turn:
@@ -99,7 +103,8 @@ def attention_op(
                 known_kv_len = known_length(given_len, given_world, None, state.world_size, "kv_layout")
             factor = default_scale(q) if scale is None else scale
             needs = mask.superset.needs_band, needs_grad, needs_lse_grad
-            chosen = choose(kernel, problem_of(q, k, v, factor, softcap, *needs, mask.explicit))
+            more = {"alibi": alibi_slopes is not None, "dropout": dropout_p > 0}
+            chosen = choose(kernel, problem_of(q, k, v, factor, softcap, *needs, mask.explicit, **more))
             if mask.explicit:
                 q_len = _at_least(q, layout_spec, known_len, state)
                 k_len = q_len if kv_layout_spec is None else _at_least(k, kv_layout_spec, known_kv_len, state)
@@ -115,23 +120,24 @@ def attention_op(
             f"kv_layout={None if kv_layout_spec is None else _layout_text(kv_layout_spec)}; "
             f"mask={mask}; mode={mode}; ulysses_degree={ulysses_degree}; gather_memory={gather_memory}; "
             f"ranks a node={state.ranks_per_node}; kernel={chosen.name}; scale={scale}; softcap={softcap}; "
-            f"seq_len={seq_len}; agree={agree_when}; "
+            f"alibi_slopes={slopes_text(alibi_slopes)}; dropout_p={dropout_p}; seq_len={seq_len}; agree={agree_when}; "
             f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; {also}; "
             f"plan={PLAN_VERSION}"
         )  # fmt: skip
-        own = Lengths(q.shape[2], k.shape[2]) if q.ndim == k.ndim == 4 else Lengths(0, 0)
-        if agree_when != "context" or known_len is None or (cross and known_kv_len is None):
-            lengths = agree(state, call, words, own, refusal, timeout)
+        own_seed = 0 if dropout_seed is None else int(dropout_seed)
+        own = Told(q.shape[2], k.shape[2], own_seed) if q.ndim == k.ndim == 4 else Told(0, 0)
+        if agree_when != "context" or known_len is None or (cross and known_kv_len is None) or dropout_p:
+            told = agree(state, call, words, own, refusal, timeout)
             ranks = range(state.world_size)
         elif refusal is not None:
             _log.error("rank %d refuses call %d, and its peers do not vote: %s", state.rank, call, refusal)
             raise refusal
         else:
-            lengths, ranks = [own], range(state.rank, state.rank + 1)
-        layout = _rest(layout_spec, known_len, [each.q for each in lengths], ranks, state, "q" if cross else "q, k, v")
+            told, ranks = [own], range(state.rank, state.rank + 1)
+        layout = _rest(layout_spec, known_len, [each.q for each in told], ranks, state, "q" if cross else "q, k, v")
         kv_layout = None
         if kv_layout_spec is not None:
-            kv_layout = _rest(kv_layout_spec, known_kv_len, [each.kv for each in lengths], ranks, state, "k, v")
+            kv_layout = _rest(kv_layout_spec, known_kv_len, [each.kv for each in told], ranks, state, "k, v")
         check_mask(mask, q, layout, kv_layout)
         context = ambient("context")
         if context is not None:
@@ -142,13 +148,14 @@ def attention_op(
         used = resolve_mode(mode, ulysses_degree, heads.q, heads.kv, layout.seq_len, *around, mask, q.device.type)
         lens = layout.seq_len, (kv_layout or layout).seq_len
         code = MODES.index(used.mode)
-        facts = host_int64([*lens, call, kernel_index(chosen.name), fingerprint, code, used.ulysses_degree])
+        seed = told[0].seed
+        facts = host_int64([*lens, call, kernel_index(chosen.name), fingerprint, code, used.ulysses_degree, seed])
         if 0 in (q.shape[0], q.shape[1]):
             return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), facts
         with running(state, group, q):
             transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
             sizes = sizes_of(k, v, lens[1], gather_memory)
-            tail = transport, sizes, call, fingerprint, softcap
+            tail = transport, sizes, call, fingerprint, softcap, _extras(alibi_slopes, dropout_p, seed, q)
             run = make_run(used, layout, kv_layout, mask, heads, state.rank, chosen, factor, *tail)
             out, lse = drive(run.forward(q, k, v))
         return _stored(out, q.dtype), lse.contiguous(), facts
@@ -156,7 +163,7 @@ def attention_op(
 
 @attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q, v.shape[-1]), _lse_like(q), torch.empty(7, dtype=torch.int64, device="cpu")
+    return _like(q, v.shape[-1]), _lse_like(q), torch.empty(8, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("ringcp::attention_backward", mutates_args=())
@@ -171,17 +178,19 @@ def attention_backward_op(
     layout_spec: Tensor,
     kv_layout_spec: Tensor | None,
     mask_spec: Tensor,
+    alibi_slopes: Tensor | None,
     facts: Tensor,
     group_name: str,
     gather_memory: int | None,
     scale: float | None,
     softcap: float | None,
+    dropout_p: float,
     timeout: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the local rows."""
     group, state = members(group_name)
     state.check_usable()
-    seq_len, kv_len, call, index, fingerprint, mode, degree = facts.tolist()
+    seq_len, kv_len, call, index, fingerprint, mode, degree, seed = facts.tolist()
     if 0 in (q.shape[0], q.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     kernel = kernel_at(index)
@@ -190,7 +199,8 @@ def attention_backward_op(
     factor = default_scale(q) if scale is None else scale
     used, heads, mask = Choice(MODES[mode], degree, ""), Heads(q.shape[1], k.shape[1]), _decoded_mask(mask_spec)
     transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
-    tail = transport, sizes_of(k, v, kv_len, gather_memory), call, fingerprint, softcap
+    extras = _extras(alibi_slopes, dropout_p, seed, q)
+    tail = transport, sizes_of(k, v, kv_len, gather_memory), call, fingerprint, softcap, extras
     run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, *tail)
     with running(state, group, q):
         grads = drive(run.backward(dout, dlse, q, k, v, out, lse))
@@ -203,12 +213,12 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: An
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, layout_spec, kv_layout_spec, mask_spec, group_name, *_ = inputs
-    memory, scale, softcap, timeout = inputs[9], inputs[11], inputs[12], inputs[15]
+    q, k, v, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, _, group_name, *_ = inputs
+    memory, scale, softcap, dropout_p, timeout = inputs[11], *inputs[13:16], inputs[18]
     out, lse, facts = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, layout_spec, kv_layout_spec, mask_spec, facts)
-    ctx.options = (group_name, memory, scale, softcap, timeout)
+    ctx.save_for_backward(q, k, v, out, lse, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, facts)
+    ctx.options = (group_name, memory, scale, softcap, dropout_p, timeout)
     ctx.mods = getattr(mask_spec, "mods", ())  # also where hooks keep a copy of the spec
 
 
@@ -217,7 +227,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tu
     # Whether a rank has an upstream gradient must not decide whether it takes part.
     dout = torch.zeros_like(out) if dout is None else dout
     grads = attention_backward_op(dout, dlse, q, k, v, out, lse, *specs, *ctx.options)
-    return (*grads, *(None,) * 17)
+    return (*grads, *(None,) * 20)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -275,6 +285,10 @@ def running(state: GroupState, group: dist.ProcessGroup | None, q: Tensor) -> It
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """As (B, S, H, D) in memory, the fixed strides that the fakes promise."""
     return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _extras(alibi_slopes: Tensor | None, dropout_p: float, seed: int, q: Tensor) -> Extras:
+    return Extras(None if alibi_slopes is None else alibi_slopes.to(q.device), dropout_p, seed)
 
 
 def _layout_text(spec: Tensor) -> str:

@@ -14,7 +14,15 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.checks import layout_problem, mask_problem, scale_problem, shown, softcap_problem
+from ringcp.checks import (
+    alibi_problem,
+    dropout_problem,
+    layout_problem,
+    mask_problem,
+    scale_problem,
+    shown,
+    softcap_problem,
+)
 from ringcp.errors import ArgumentError, KeywordError, LayoutError, RingcpError, UnsupportedError
 from ringcp.layout import Layout
 from ringcp.mask import Mask
@@ -35,6 +43,8 @@ class Options(NamedTuple):
     gather_memory: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
     kernel: str = "auto"
     sinks: Tensor | None = None
     agree: str | None = None
@@ -48,6 +58,12 @@ class Options(NamedTuple):
     def joint(self) -> bool:
         """Whether some tokens are on every rank."""
         return any(isinstance(lay, Layout) and lay.replicated > 0 for lay in (self.layout, self.kv_layout))
+
+    @property
+    def votes(self) -> bool:
+        """Whether the ranks vote on this call; with dropout always, for they share its seed that way."""
+        dropped = bool(dropout_problem(self.dropout_p)) or self.dropout_p > 0
+        return self.agree != "context" or not self.knows_length or dropped
 
     @property
     def knows_length(self) -> bool:
@@ -81,13 +97,28 @@ def refusal_of(q: object, k: object, v: object, options: Options) -> Refusal | N
             "torch.func: ringcp.attention expected torch.autograd alone, got a call under vmap, grad, vjp or jvp; "
             "use torch.autograd.grad or backward, and pass the batch in dim 0"
         )
-    wrong = options_problem(options) or sinks_problem(q, options.sinks)
+    wrong = options_problem(options) or sinks_problem(q, options.sinks) or alibi_problem(options.alibi_slopes, q)
     if wrong:
         return ArgumentError, wrong
     kv_layout = options.kv_layout
     wrong = layout_problem(options.layout) or ("" if kv_layout is None else layout_problem(kv_layout, "kv_layout"))
     wrong = wrong or _replicated_problem(q, k, v, options)
-    return (LayoutError, wrong) if wrong else None
+    return (LayoutError, wrong) if wrong else _two_sequences_refusal(options)
+
+
+def _two_sequences_refusal(options: Options) -> Refusal | None:
+    """What has a meaning for the positions of one sequence alone."""
+    if options.alibi_slopes is not None and (options.kv_layout is not None or options.joint):
+        return UnsupportedError, (
+            "alibi_slopes: expected None in cross-attention (kv_layout=) and joint attention, where distances between "
+            "the two sequences have no one meaning, got slopes; leave them out"
+        )
+    if options.dropout_p and options.joint:
+        return UnsupportedError, (
+            f"dropout_p: expected 0.0 in joint attention, whose parts would not drop alike, got {options.dropout_p}; "
+            "leave it out"
+        )
+    return None
 
 
 def _replicated_problem(q: Any, k: Any, v: Any, options: Options) -> str:
@@ -106,6 +137,7 @@ def options_problem(options: Options) -> str:
     """Which option, but layouts and sinks, is not even of the right type; empty if all are."""
     seq_len, ulysses_degree, timeout = options.seq_len, options.ulysses_degree, options.timeout
     wrong = mask_problem(options.mask) or scale_problem(options.scale) or softcap_problem(options.softcap)
+    wrong = wrong or alibi_problem(options.alibi_slopes) or dropout_problem(options.dropout_p)
     if wrong:
         return wrong
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt))):
@@ -163,6 +195,13 @@ def unknown_keyword(unknown: Mapping[str, object], function: str) -> Refusal | N
     return None
 
 
+def draw_seed() -> Tensor:
+    """A seed for dropout: int64 (), from torch's default generator of the CPU, so that activation checkpointing, which
+    replays its state, recomputes with the same one.
+    """
+    return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")
+
+
 def sinks_problem(q: Any, sinks: object) -> str:
     """Why `sinks` are neither a logit for each query head nor None; empty if they are."""
     if sinks is None or (isinstance(sinks, Tensor) and sinks.is_floating_point() and sinks.shape == q.shape[1:2]):
@@ -176,8 +215,6 @@ def sinks_problem(q: Any, sinks: object) -> str:
 _ELSEWHERE = {
     "is_causal": "pass mask=ringcp.Causal()",
     "attn_mask": "pass mask= a ringcp mask: tensor masks are not supported",
-    "dropout_p": "leave it out: dropout is not supported",
-    "alibi_slopes": "leave it out: no kernel of ringcp takes them yet",
     "enable_gqa": "leave it out: the head counts say it",
     "max_seqlen": "leave it out: cu_seqlens says it",
     "group": "pass mesh= a DeviceMesh, such as DeviceMesh.from_group(group, device_type)",

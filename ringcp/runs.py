@@ -32,12 +32,14 @@ from ringcp.modes import Choice, head_shares, in_parts, replicates
 from ringcp.schedule import Heads
 from ringcp.topology import ring
 from ringcp.transport import Among, Pending, Transport
-from ringcp.written import Written
+from ringcp.written import Extras, Written
 
 _ring = lru_cache(maxsize=64)(ring)
 
 _GATHER_MEMORY = 1 << 30
 _EXCHANGED_IN_PARTS = 1 << 22
+
+_NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def make_run(
     call: int = 0,
     fingerprint: int = 0,
     softcap: float | None = None,
+    extras: Extras = _NO_EXTRAS,
 ) -> Run:
     """The run of `rank` for one call.
 
@@ -118,8 +121,8 @@ def make_run(
         at_a_time = sizes.heads_at_a_time(heads.kv) if gathering else None
         wiring = _ring(layout.world_size)
         steps = plan(layout, mask.superset, wiring, rank, heads, caps, gather=at_a_time, kv_layout=kv_layout)
-        written = Written(mask, layout, kv_layout or layout, rank) if mask.explicit else None
-        return Run(Job(steps, kernel, scale, transport, call, fingerprint, softcap, written))
+        written = Written(mask, layout, kv_layout or layout, rank, extras)
+        return Run(Job(steps, kernel, scale, transport, call, fingerprint, softcap, None if written.empty else written))
     grid = Grid(layout.world_size, degree)
     rows = grouped(layout, degree)
     kv_rows = None if kv_layout is None else grouped(kv_layout, degree)
@@ -135,8 +138,8 @@ def make_run(
         own = Heads(q1 - q0, kv1 - kv0, q0 - kv0 * group, group) if q0 < q1 else Heads(1, 1)
         at_a_time = sizes.heads_at_a_time(own.kv) if gathering else None
         steps = plan(rows, mask.superset, wiring, ring_rank, own, caps, gather=at_a_time, kv_layout=kv_rows)
-        written = Written(mask, rows, kv_rows or rows, ring_rank, q0) if mask.explicit else None
-        job = Job(steps, kernel, scale, among_ring, call, fingerprint, softcap, written)
+        written = Written(mask, rows, kv_rows or rows, ring_rank, extras, q0)
+        job = Job(steps, kernel, scale, among_ring, call, fingerprint, softcap, None if written.empty else written)
         exchange = Exchange(place, of_part, placements, among, replicates(shares))
         parts.append(Part(job, exchange, first=not parts))
     return Run(None, tuple(parts))

@@ -98,11 +98,12 @@ def sdpa(
 
     `refusal` is what the caller already has against the call.
     """
-    refusal = refusal or _refusal(context, query, key, value, attn_mask, dropout_p, enable_gqa)
+    refusal = refusal or _refusal(context, query, key, value, attn_mask, enable_gqa)
     q, k, v = query, key, value
     if refusal is None and query.ndim != 4:
         q, k, v = (_as_BHSD(x) for x in (q, k, v))
-    options = context.options._replace(mask=context.causal if is_causal else context.unmasked, scale=scale)
+    mask = context.causal if is_causal else context.unmasked
+    options = context.options._replace(mask=mask, scale=scale, dropout_p=dropout_p)
     out = attend(q, k, v, options, group_name=context.group_name, return_lse=False, refusal=refusal)
     assert isinstance(out, Tensor), "no lse was asked for"
     return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
@@ -120,18 +121,12 @@ def _refusal(
     key: Tensor,
     value: Tensor,
     attn_mask: object,
-    dropout_p: object,
     enable_gqa: object,
 ) -> Refusal | None:
     if attn_mask is not None:
         return UnsupportedError, (
             f"attn_mask: expected None inside context_parallel, got {shown(attn_mask)}; pass mask= a ringcp mask to "
             f"context_parallel and is_causal= to the call, or {LOCAL}"
-        )
-    if dropout_p:
-        return UnsupportedError, (
-            f"dropout_p: expected 0.0 inside context_parallel, got {dropout_p}; attention dropout is not supported: "
-            "set the model's attention dropout to 0"
         )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.is_nested or x.ndim < 2:

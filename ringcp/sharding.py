@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcp.agreement import Lengths, agree
+from ringcp.agreement import Told, agree
 from ringcp.ambient import layout_around
 from ringcp.balance import choose_layout
 from ringcp.checks import check_layout, mask_problem, refuse_create_graph
@@ -161,8 +161,8 @@ def vote(
     """One vote of its own, for a call that is no attention: every rank's number. See `ringcp.agreement.agree`."""
     with state.turn:
         state.check_usable()
-        said = agree(state, state.next_call(), words, Lengths(number, 0), refusal, timeout)
-        return [lengths.q for lengths in said]
+        said = agree(state, state.next_call(), words, Told(number, 0), refusal, timeout)
+        return [told.q for told in said]
 
 
 def _check_dim(x: Tensor, dim: int) -> None:

@@ -1,18 +1,33 @@
-"""Masks that functions say, written out for one kernel call at a time: which positions its rows and keys have."""
+"""What a plan leaves to say of the pairs of a call, written out for one kernel call at a time from the positions of its
+rows and keys: masks that functions say, ALiBi, dropout.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ringcp.kernels.pairwise import Alibi, Dropout
 from ringcp.layout import Span
 from ringcp.lower import Call
 from ringcp.mask import Mask
 from ringcp.needs import Placing, positions_of, whole
 from ringcp.steps import Step
+
+
+class Extras(NamedTuple):
+    """What an attention call does to pairs beside masking them.
+
+    alibi_slopes: (Hq,) or (B, Hq) of all query heads, fp32, or None. dropout_p, seed: of dropout; p = 0 is none.
+    """
+
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -26,7 +41,12 @@ class Written:
     q: Placing
     k: Placing
     rank: int
+    extras: Extras
     first_head: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return not self.mask.explicit and self.extras.alibi_slopes is None and self.extras.dropout_p == 0
 
     def of_step(self, step: Step, q: Tensor) -> WrittenStep:
         """For calls of local queries (B, Hq, S, D) on the block in hand in a step."""
@@ -47,11 +67,22 @@ class WrittenStep:
     batch: int
     heads: int
 
-    def allowed(self, call: Call) -> Tensor:
-        """Whether the pairs of a call attend, in its band or outside: bool, broadcastable to (B, Hq, M, N)."""
+    def keywords(self, call: Call) -> dict[str, Any]:
+        """The keywords of a kernel that there are: `allowed`, in its band or outside, `alibi`, `dropout`."""
         first, (start, stop) = self.of.first_head, call.q_heads or (0, self.heads)
         batch, heads = call.batch or (0, self.batch), (first + start, first + stop)
-        return self.of.mask.written(self.rows[slice(*call.q)], self.keys[slice(*call.k)], batch, heads)
+        rows, keys = self.rows[slice(*call.q)], self.keys[slice(*call.k)]
+        slopes, dropout_p, seed = self.of.extras
+        found: dict[str, Any] = {}
+        if self.of.mask.explicit:
+            found["allowed"] = self.of.mask.written(rows, keys, batch, heads)
+        if slopes is not None:
+            of_rows = slopes[slice(*batch)] if slopes.ndim == 2 else slopes[None]
+            found["alibi"] = Alibi(of_rows[:, slice(*heads)], rows, keys)
+        if dropout_p:
+            of_batch, of_heads = (torch.arange(*each, device=rows.device) for each in (batch, heads))
+            found["dropout"] = Dropout(dropout_p, seed, of_batch, of_heads, rows, keys)
+        return found
 
 
 def _positions(spans: Sequence[Span], device: torch.device) -> Tensor:

@@ -49,6 +49,8 @@ FEATURES = {
     "plain": "",
     "sinks": "`sinks=`",
     "softcap": "`softcap=`",
+    "alibi": "`alibi_slopes=`",
+    "dropout": "`dropout_p=`",
     "lse": "gradient through `return_lse=True`",
 }
 
@@ -114,6 +116,8 @@ def problem(mask: Mask, feature: str) -> Problem:
         needs_grad=True,
         needs_lse_grad=feature in ("lse", "sinks"),
         softcap=30.0 if feature == "softcap" else None,
+        alibi=feature == "alibi",
+        dropout=feature == "dropout",
         deterministic=False,
     )
 

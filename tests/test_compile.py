@@ -319,19 +319,18 @@ def check_op(mesh):
         q = torch.randn(2, 4, length, dims[0], requires_grad=True)
         k = torch.randn(2, 2, length, dims[0], requires_grad=True)
         v = torch.randn(2, length, 2, dims[1]).transpose(1, 2).requires_grad_()
-        args = (q, k, v, ringcp.HeadTail(length, 1).spec, None, ringcp.Causal().spec, group_name)
-        unsaid = (None,) * 3
-        args += ("auto", None, None, "auto", *unsaid, "call", None, True, True, "", "")
+        args = (q, k, v, ringcp.HeadTail(length, 1).spec, None, ringcp.Causal().spec, None, None, group_name)
+        args += ("auto", None, None, "auto", None, None, 0.0, None, "call", None, True, True, "", "")
         # Numbers of a symbolic trace are those of a call that has been counted: the call number in `facts` differs.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.ringcp.attention.default, args, test_utils=tests)
         out, lse, facts = torch.ops.ringcp.attention(*(x.detach() if x is q or x is k or x is v else x for x in args))
-        assert (facts.dtype, facts.shape, facts.device.type) == (torch.int64, (7,), "cpu")
+        assert (facts.dtype, facts.shape, facts.device.type) == (torch.int64, (8,), "cpu")
         upstream = (torch.randn_like(out), torch.randn_like(lse))
-        tensors = (q.detach(), k.detach(), v.detach(), out, lse, *args[3:6], facts)
+        tensors = (q.detach(), k.detach(), v.detach(), out, lse, *args[3:7], facts)
         torch.library.opcheck(
             torch.ops.ringcp.attention_backward.default,
-            (*upstream, *tensors, group_name, None, *unsaid),
+            (*upstream, *tensors, group_name, None, None, None, 0.0, None),
             test_utils=tests,
         )
 

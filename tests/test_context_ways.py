@@ -342,7 +342,7 @@ def encoder_layers(mesh):
             model.train(training)
             with ringcp.context_parallel(mesh, layout=layout), torch.set_grad_enabled(grad):
                 if training and dropout:
-                    with pytest.raises(ringcp.UnsupportedError, match=r"^dropout_p: expected 0\.0"):
+                    with pytest.raises(ringcp.UnsupportedError, match=r"can do .*, dropout.* but every one refuses"):
                         model(mine)
                     continue
                 out = model(mine)

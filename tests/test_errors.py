@@ -77,12 +77,22 @@ CALLS = {
         K,
         ["got attn_mask=a tensor (9, 9) of torch.float32; pass mask="],
     ),
-    "dropout_p": (option(dropout_p=0.0), K, ["got dropout_p=0.0; leave it out: dropout"]),
+    "dropout_p": (option(dropout_p=1.0), A, ["dropout_p: expected a number from 0 to below 1, got 1.0; pass 0.0"]),
+    "dropout with a kernel that has none": (
+        option(dropout_p=0.1),
+        U,
+        ["kernel='auto': expected a kernel that can do", "dropout", "sdpa_flash_cpu: no dropout", "asked for by name"],
+    ),
     "softcap": (option(softcap=0.0), A, ["softcap: expected a positive number or None, got 0.0; pass None"]),
     "alibi_slopes": (
-        option(alibi_slopes=torch.ones(4)),
-        K,
-        ["got alibi_slopes=a tensor (4,)", "leave it out: no kernel"],
+        option(alibi_slopes=torch.ones(2, 2)),
+        A,
+        [
+            "alibi_slopes: expected a float32 tensor",
+            "(4,) or (2, 4), or None",
+            "a tensor (2, 2)",
+            "pass slopes of shape",
+        ],
     ),
     "sinks": (option(sinks=torch.ones(3)), A, ["sinks: expected a floating tensor", "each query head, (4,)", "(3,)"]),
     "enable_gqa": (option(enable_gqa=True), K, ["got enable_gqa=True; leave it out: the head counts say it"]),
@@ -215,7 +225,7 @@ def test_when_no_kernel_is_left_all_reasons_are_given(worlds):
 
 def unknown_keyword(mesh):
     call, *_ = make_call(mesh, 9)
-    for name in ("is_causal", "attn_mask", "dropout_p", "enable_gqa", "softmax_scale", "window_size"):
+    for name in ("is_causal", "attn_mask", "dropout", "enable_gqa", "softmax_scale", "window_size"):
         with pytest.raises(ringcp.KeywordError, match=f"^{name}: expected an argument of ringcp.attention") as info:
             attend({**call, name: None})
         assert isinstance(info.value, ringcp.ArgumentError)

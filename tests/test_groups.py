@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringcp
 from ringcp import groups
-from ringcp.agreement import Lengths, agree
+from ringcp.agreement import Told, agree
 from ringcp.groups import GlooChannel, GroupState, StoreChannel, group_of, state_of
 from ringcp.testing import assert_close, reference_attention
 
@@ -233,16 +233,16 @@ def test_votes_through_a_store():
             call = state.next_call()
             refusal = ringcp.ArgumentError("a: got b") if words[rank] is None else None
             try:
-                said.append(agree(state, call, words[rank] or "", Lengths(10 + rank, 20 - rank), refusal, 10))
+                said.append(agree(state, call, words[rank] or "", Told(10 + rank, 20 - rank, 30 + rank), refusal, 10))
             except ringcp.RingcpError as error:
                 said.append(f"{type(error).__name__}: {error}")
         return said
 
-    lengths = [(10, 20), (11, 19), (12, 18)]
+    told = [(10, 20, 30), (11, 19, 31), (12, 18, 32)]
     for rank, said in enumerate(in_threads(3, vote)):
         odd = f"AgreementError: rank {rank}: rank 1 made a different call than rank 0: a=2, not a=1. Nothing was sent."
         refused = f"AgreementError: rank {rank}: rank 1 refused its arguments (a: got b). Nothing was sent."
-        assert said == [lengths, odd, lengths, "ArgumentError: a: got b" if rank == 1 else refused, lengths]
+        assert said == [told, odd, told, "ArgumentError: a: got b" if rank == 1 else refused, told]
 
 
 def vote_through_the_groups_store(mesh):

@@ -87,6 +87,9 @@ def test_the_registry_cannot_be_written():
         ("auto", gpu(scale=-0.5), "reference"),
         ("auto", cpu(softcap=30.0), "reference"),
         ("auto", gpu(softcap=30.0), "reference"),
+        ("auto", cpu(alibi=True), "sdpa_flash_cpu"),
+        ("auto", gpu(alibi=True), "reference"),
+        ("reference", gpu(dropout=True), "reference"),
     ],
 )
 def test_the_first_kernel_that_can_is_chosen(kernel, problem, want):
@@ -123,6 +126,10 @@ REFUSALS = [
     ("sdpa_cudnn", gpu(softcap=30.0, needs_band=False), "no softcap"),
     ("sdpa_efficient", gpu(softcap=30.0), "no softcap"),
     ("sdpa_flash_cpu", cpu(softcap=30.0), "no softcap"),
+    ("sdpa_flash", gpu(alibi=True, dropout=True), "no ALiBi slopes, no dropout"),
+    ("sdpa_cudnn", gpu(alibi=True, dropout=True, needs_band=False), "no ALiBi slopes, no dropout"),
+    ("sdpa_efficient", gpu(alibi=True, dropout=True), "no ALiBi slopes, no dropout"),
+    ("sdpa_flash_cpu", cpu(dropout=True), "no dropout"),
     ("flash2", cpu(), "device cpu is not cuda, dtype float32 is not float16 or bfloat16, flash-attn is not installed"),
     ("flash2", gpu(), "flash-attn is not installed"),
     ("flash3", gpu(), "flash_attn_3 is not installed"),

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from pairwise_cases import P, factors, seed_of
 from support_table import (
     FEATURES,
     HOMES,
@@ -27,6 +28,9 @@ from ringcp.sinks import fold_sinks
 from ringcp.testing import in_process, reference_attention
 
 SOFTCAP = 1.5
+SLOPES = torch.tensor([0.5, 0.05, -0.1, 0.8])
+SEED = 6
+EXTRAS = {"softcap": {"softcap": SOFTCAP}, "alibi": {"alibi_slopes": SLOPES}, "dropout": {"dropout_p": P}}
 module = sys.modules["ringcp.testing.in_process"]
 
 
@@ -52,7 +56,11 @@ def results(feature: str, attend) -> list[torch.Tensor]:
 @functools.cache
 def wanted(mask: Mask, feature: str) -> list[torch.Tensor]:
     def attend(q, k, v, sinks):
-        out, lse = reference_attention(q, k, v, mask=mask, softcap=SOFTCAP if feature == "softcap" else None)
+        if feature == "dropout":
+            weights, lse = reference_attention(q, k, torch.eye(SEQ_LEN).expand(*k.shape[:3], SEQ_LEN), mask=mask)
+            kept = factors(q, k, seed_of(SEED))
+            return (weights * kept) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1), lse
+        out, lse = reference_attention(q, k, v, mask=mask, **EXTRAS.get(feature, {}))
         return fold_sinks(out, lse, sinks) if feature == "sinks" else (out, lse)
 
     return results(feature, attend)
@@ -65,17 +73,9 @@ def cell(chosen_kernel: str, mask: Mask, mode: str, layout: str, feature: str) -
 
     def attend(q, k, v, sinks):
         with_lse = feature in ("lse", "sinks")
-        extra = {"sinks": sinks} if feature == "sinks" else {}
-        got = in_process(
-            q,
-            k,
-            v,
-            world_size=WORLD_SIZE,
-            return_lse=with_lse,
-            softcap=SOFTCAP if feature == "softcap" else None,
-            **how,
-            **extra,
-        )
+        extra = {"sinks": sinks} if feature == "sinks" else EXTRAS.get(feature, {})
+        torch.manual_seed(SEED)
+        got = in_process(q, k, v, world_size=WORLD_SIZE, return_lse=with_lse, **how, **extra)
         return got if with_lse else (got, None)
 
     ran = []

@@ -23,6 +23,7 @@ class Problem:
     needs_band: whether calls may have two edges, or one that is not causal.
     needs_lse_grad: whether a gradient through the lse may come.
     explicit: whether calls come with masks of any pairs, written out.
+    alibi: whether calls come with slopes of ALiBi. dropout: whether with dropout.
     softcap: scaled scores become ``softcap * tanh(score / softcap)`` before they are masked; None leaves them.
     deterministic: whether a kernel whose bits vary from run to run must refuse; by default, what torch was told.
     """
@@ -39,6 +40,8 @@ class Problem:
     needs_lse_grad: bool
     softcap: float | None = None
     explicit: bool = False
+    alibi: bool = False
+    dropout: bool = False
     deterministic: bool = field(default_factory=_must_be_deterministic)
 
 
@@ -52,6 +55,9 @@ def problem_of(
     needs_grad: bool,
     needs_lse_grad: bool,
     explicit: bool = False,
+    *,
+    alibi: bool = False,
+    dropout: bool = False,
 ) -> Problem:
     """The problem that these tensors pose."""
     return Problem(
@@ -67,12 +73,18 @@ def problem_of(
         needs_lse_grad=needs_lse_grad,
         softcap=softcap,
         explicit=explicit,
+        alibi=alibi,
+        dropout=dropout,
     )
 
 
 class Kernel(Protocol):
     """Attention on one device. Shapes: q (B, Hq, M, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv), any strides, Hkv | Hq
     (query head h uses key/value head ``h // (Hq // Hkv)``); M, N >= 1.
+
+    A kernel that does not refuse ALiBi takes a further keyword in both directions, ``alibi: Alibi | None``: its bias is
+    added to scores that are scaled and capped. One that does not refuse dropout takes ``dropout: Dropout | None``:
+    weights are multiplied by its factors after the softmax, so that the lse does not see it.
     """
 
     name: str
@@ -125,7 +137,8 @@ class Kernel(Protocol):
 
         `out` and `lse` are the *final* ones, merged over all calls of the rows: with S = scale q k^T, capped if need
         be, P = exp(S - lse) and delta = rowsum(dout * out) - dlse, dS = P * (dout v^T - delta). Rows that attend to
-        nothing anywhere have lse = +inf here, which makes P zero.
+        nothing anywhere have lse = +inf here, which makes P zero. With dropout factors F, dv is of P * F, and dS is
+        P * (F * (dout v^T) - delta).
         """
         ...
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import allowed as in_form
 from ringcp.kernels.operands import attending
+from ringcp.kernels.pairwise import Alibi, Dropout
 from ringcp.kernels.refusals import word
 from ringcp.lower import Caps
 
@@ -43,13 +44,18 @@ class Reference:
         scale: float,
         softcap: float | None = None,
         allowed: Tensor | None = None,
+        alibi: Alibi | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor]:
         q_BHRD, k_BHND, v_BHNE = _grouped(q, k.shape[1]), _wide(k), _wide(v)
-        scores_BHRN, _ = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap, allowed)
+        scores_BHRN, _ = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap, allowed, alibi)
         lse_BHR = scores_BHRN.logsumexp(-1)
         # Of a row that attends to nothing, (-inf) - (-inf) has no value.
         finite_BHR = lse_BHR if allowed is None else lse_BHR.masked_fill(lse_BHR == -torch.inf, 0.0)
-        out_BHRE = (scores_BHRN - finite_BHR.unsqueeze(-1)).exp() @ v_BHNE
+        probs_BHRN = (scores_BHRN - finite_BHR.unsqueeze(-1)).exp()
+        if dropout is not None:
+            probs_BHRN *= _factors(dropout, probs_BHRN)
+        out_BHRE = probs_BHRN @ v_BHNE
         return _ungrouped(out_BHRE, q).to(q.dtype), lse_BHR.reshape(q.shape[:3])
 
     @torch.no_grad()
@@ -67,20 +73,28 @@ class Reference:
         scale: float,
         softcap: float | None = None,
         allowed: Tensor | None = None,
+        alibi: Alibi | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_BHRD, k_BHND, v_BHNE = _grouped(q, k.shape[1]), _wide(k), _wide(v)
         dout_BHRE, out_BHRE = _grouped(dout, k.shape[1]), _grouped(out, k.shape[1])
-        scores_BHRN, slope_BHRN = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap, allowed)
+        scores_BHRN, slope_BHRN = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap, allowed, alibi)
         probs_BHRN = (scores_BHRN - lse.reshape(scores_BHRN.shape[:-1]).unsqueeze(-1)).exp()
         delta_BHR = (dout_BHRE * out_BHRE).sum(-1)
         if dlse is not None:
             delta_BHR = delta_BHR - dlse.reshape(delta_BHR.shape)
-        dscores_BHRN = probs_BHRN * (dout_BHRE @ v_BHNE.mT - delta_BHR.unsqueeze(-1)) * scale
+        dprobs_BHRN = dout_BHRE @ v_BHNE.mT
+        kept_BHRN = probs_BHRN
+        if dropout is not None:
+            factors_BHRN = _factors(dropout, probs_BHRN)
+            dprobs_BHRN *= factors_BHRN
+            kept_BHRN = probs_BHRN * factors_BHRN
+        dscores_BHRN = probs_BHRN * (dprobs_BHRN - delta_BHR.unsqueeze(-1)) * scale
         if slope_BHRN is not None:
             dscores_BHRN *= slope_BHRN
         dq_BHRD = dscores_BHRN @ k_BHND
         dk_BHND = dscores_BHRN.mT @ q_BHRD
-        dv_BHNE = probs_BHRN.mT @ dout_BHRE
+        dv_BHNE = kept_BHRN.mT @ dout_BHRE
         return _ungrouped(dq_BHRD, q).to(q.dtype), dk_BHND.to(k.dtype), dv_BHNE.to(v.dtype)
 
 
@@ -92,6 +106,7 @@ def _scores(
     scale: float,
     softcap: float | None,
     allowed: Tensor | None,
+    alibi: Alibi | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The scores, -inf where nothing attends; and with a softcap how much of a change of theirs it lets through."""
     scores_BHRN, slope_BHRN = q_BHRD @ k_BHND.mT * scale, None
@@ -99,6 +114,9 @@ def _scores(
         tanh_BHRN = (scores_BHRN / softcap).tanh_()
         # Before masking: at -inf it would be 1 - inf.
         scores_BHRN, slope_BHRN = tanh_BHRN * softcap, 1 - tanh_BHRN.square()
+    if alibi is not None:
+        bias_BHMN = alibi.bias(scores_BHRN.dtype)
+        scores_BHRN.view(-1, *bias_BHMN.shape[1:]).add_(bias_BHMN)
     if allowed is not None:
         pairs_BHMN = attending(m, k_BHND.shape[2], form, allowed)
         heads = (1, 1) if pairs_BHMN.shape[1] == 1 else (k_BHND.shape[1], -1)
@@ -107,6 +125,10 @@ def _scores(
         mask_MN = in_form(m, k_BHND.shape[2], form, q_BHRD.device)
         scores_BHRN.unflatten(2, (-1, m)).masked_fill_(~mask_MN, float("-inf"))
     return scores_BHRN, slope_BHRN
+
+
+def _factors(dropout: Dropout, probs_BHRN: Tensor) -> Tensor:
+    return dropout.factors(probs_BHRN.dtype).view(probs_BHRN.shape)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -29,8 +29,9 @@ def shared(
     multiple: int,
     softcap: bool = False,
     explicit: bool = False,
+    alibi: bool = False,
 ) -> list[str]:
-    """Refusals by device type, dtype, bands, written masks, softcap and head dims."""
+    """Refusals by device type, dtype, bands, written masks, softcap, ALiBi, dropout and head dims."""
     reasons = []
     if problem.device.type != device:
         reasons.append(f"device {problem.device.type} is not {device}")
@@ -44,6 +45,10 @@ def shared(
         reasons.append("no explicit masks (Predicate)")
     if problem.softcap is not None and not softcap:
         reasons.append("no softcap")
+    if problem.alibi and not alibi:
+        reasons.append("no ALiBi slopes")
+    if problem.dropout:
+        reasons.append("no dropout")
     if max_dim is not None:
         reasons += _head_dims(problem, max_dim, multiple)
     return reasons

@@ -69,7 +69,8 @@ def choose(kernel: str, problem: Problem) -> Kernel:
     """
     rejected: list[str] = []
     for candidate in _candidates(kernel):
-        reasons = _switched_off(candidate, asked=kernel) + candidate.refusals(problem)
+        reasons = _switched_off(candidate, kernel) + _unasked(candidate, kernel, problem)
+        reasons += candidate.refusals(problem)
         if not reasons:
             for reason in rejected:
                 _log.debug("chose %s; rejected %s", candidate.name, reason)
@@ -100,7 +101,14 @@ def _candidates(asked: str) -> list[Kernel]:
     return sorted(found, key=lambda kernel: order.index(kernel.switch) if kernel.switch in order else -1)
 
 
-def _switched_off(kernel: Kernel, *, asked: str) -> list[str]:
+def _unasked(kernel: Kernel, asked: str, problem: Problem) -> list[str]:
+    """Nobody who leaves dropout on by habit should find out by running out of memory."""
+    if problem.dropout and kernel.name == "reference" != asked:
+        return ["dropout only if asked for by name, for it needs memory for the whole score matrix"]
+    return []
+
+
+def _switched_off(kernel: Kernel, asked: str) -> list[str]:
     back_ends = torch.backends.cuda
     enabled = {
         "flash": back_ends.flash_sdp_enabled,
@@ -137,6 +145,8 @@ def _described(problem: Problem) -> str:
         (problem.needs_band, "windows or other bands"),
         (problem.explicit, "explicit masks (Predicate)"),
         (problem.softcap is not None, "a softcap"),
+        (problem.alibi, "ALiBi slopes"),
+        (problem.dropout, "dropout"),
         (problem.needs_grad, "gradients"),
         (problem.needs_grad and problem.needs_lse_grad, "a gradient through the lse"),
         (problem.deterministic, "determinism"),

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ringcp.checks import (
+    alibi_problem,
     check_layout,
     check_mask,
     check_mode,
     check_tensors,
     default_scale,
+    dropout_problem,
     mask_problem,
     refuse_create_graph,
     scale_problem,
@@ -26,11 +28,12 @@ from ringcp.kernels.registry import choose
 from ringcp.layout import Layout, layout_named
 from ringcp.mask import Full, Mask
 from ringcp.modes import resolve_mode
-from ringcp.options import as_sdpa_casts, sinks_problem
+from ringcp.options import as_sdpa_casts, draw_seed, sinks_problem
 from ringcp.runs import Run, make_run, sizes_of
 from ringcp.schedule import Heads
 from ringcp.sinks import fold_sinks
 from ringcp.transport import InProcess
+from ringcp.written import Extras
 
 
 def in_process(
@@ -48,6 +51,8 @@ def in_process(
     kernel: str = "auto",
     scale: float | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -55,8 +60,8 @@ def in_process(
 
     Args:
         q: (B, Hq, S, D); k: (B, Hkv, S, D); v: (B, Hkv, S, Dv): the whole sequence, on a CPU or one GPU.
-        world_size, mask, layout, kv_layout, mode, ulysses_degree, gather_memory, kernel, scale, softcap, sinks,
-            return_lse: as in `ringcp.attention`.
+        world_size, mask, layout, kv_layout, mode, ulysses_degree, gather_memory, kernel, scale, softcap, alibi_slopes,
+            dropout_p, sinks, return_lse: as in `ringcp.attention`.
 
     Returns:
         out (B, Hq, S, Dv) in the order of the sequence, and with `return_lse` lse (B, Hq, S). Differentiable once.
@@ -70,8 +75,11 @@ def in_process(
     cross = kv_layout is not None
     check_tensors(q, k, v, cross)
     wrong = mask_problem(mask) or scale_problem(scale) or softcap_problem(softcap) or sinks_problem(q, sinks)
+    wrong = wrong or alibi_problem(alibi_slopes, q) or dropout_problem(dropout_p)
     if wrong:
         raise ArgumentError(wrong)
+    if cross and alibi_slopes is not None:
+        raise UnsupportedError("alibi_slopes: expected None in cross-attention (kv_layout=), got some; leave them out")
     full = Full() if mask is None else mask
     q_layout = _sized("layout", layout, q.shape[2], world_size)
     k_layout = _sized("kv_layout", kv_layout, k.shape[2], world_size) if kv_layout is not None else q_layout
@@ -84,16 +92,20 @@ def in_process(
     factor = default_scale(q) if scale is None else scale
     needs_lse = return_lse or sinks is not None
     needs = full.superset.needs_band, needs_grad, needs_grad and needs_lse
-    chosen_kernel = choose(kernel, problem_of(q, k, v, factor, softcap, *needs, full.explicit))
+    more = {"alibi": alibi_slopes is not None, "dropout": dropout_p > 0}
+    chosen_kernel = choose(kernel, problem_of(q, k, v, factor, softcap, *needs, full.explicit, **more))
+    seed = int(draw_seed()) if dropout_p else 0
+    extras = Extras(None if alibi_slopes is None else alibi_slopes.to(q.device), dropout_p, seed)
 
     sizes = sizes_of(k, v, k.shape[2], gather_memory)
 
     def runs() -> list[Run]:
         transport = InProcess()
         call = chosen, q_layout, k_layout if cross else None, full, heads
+        ends = [transport.endpoint(rank) for rank in range(world_size)]
         return [
-            make_run(*call, rank, chosen_kernel, factor, transport.endpoint(rank), sizes, softcap=softcap)
-            for rank in range(world_size)
+            make_run(*call, rank, chosen_kernel, factor, end, sizes, softcap=softcap, extras=extras)
+            for rank, end in enumerate(ends)
         ]
 
     out, lse = _InProcess.apply(q, k, v, q_layout, k_layout, runs)

@@ -16,6 +16,7 @@ def reference_attention(
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the whole sequence by its definition: fp64, every mask written out, differentiable by autograd.
 
@@ -25,6 +26,7 @@ def reference_attention(
             full.
         scale: factor on the scores; None is ``D ** -0.5``.
         softcap: C of ``C * tanh(score / C)``, on the scaled scores, before they are masked; None leaves them.
+        alibi_slopes: (Hq,) or (B, Hq): ``-slope * |i - j|`` is added to the scaled, capped scores.
 
     Returns:
         out (B, Hq, S, Dv) and lse (B, Hq, S), fp64. Rows that attend to nothing have out 0 and lse -inf.
@@ -35,6 +37,9 @@ def reference_attention(
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        i, j = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
+        scores = scores - alibi_slopes.to(scores)[..., None, None] * (i[:, None] - j).abs()
     if mask is None:
         allowed = torch.ones((), dtype=torch.bool, device=q.device)
     elif isinstance(mask, Mask):

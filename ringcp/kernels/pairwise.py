@@ -1,0 +1,81 @@
+"""What positions say of each pair of a call: its distance, for ALiBi, and whether dropout keeps it.
+
+Shapes: B batch, Hq query heads, M query rows, N keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_LOW = (1 << 32) - 1
+# Below 2**31, so that no product of it with 32 bits leaves an int64.
+_FACTOR = 0x5BD1E995
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """A bias that grows with distance: ``-slope * |i - j|`` on the scaled (and capped) scores.
+
+    slopes: (B | 1, Hq), fp32. rows: (M,), keys: (N,): global positions, int64.
+    """
+
+    slopes: Tensor
+    rows: Tensor
+    keys: Tensor
+
+    def bias(self, dtype: torch.dtype) -> Tensor:
+        """(B | 1, Hq, M, N)."""
+        distance_MN = (self.rows[:, None] - self.keys).abs().to(dtype)
+        return -self.slopes.to(dtype)[:, :, None, None] * distance_MN
+
+    def part(self, rows: slice, keys: slice) -> Alibi:
+        """That of some rows and keys."""
+        return Alibi(self.slopes, self.rows[rows], self.keys[keys])
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which weights dropout keeps: a pure function of the seed, the batch row, the query head and both positions.
+
+    So ranks, tiles and both directions agree on every pair, whoever computes it.
+
+    p: the probability of none, from 0 to below 1. seed: from 0 to below 2**62.
+    batch: (B,), heads: (Hq,), rows: (M,), keys: (N,): numbers among those of the whole call, and positions; int64.
+    """
+
+    p: float
+    seed: int
+    batch: Tensor
+    heads: Tensor
+    rows: Tensor
+    keys: Tensor
+
+    def factors(self, dtype: torch.dtype) -> Tensor:
+        """(B, Hq, M, N): what weights are multiplied by after the softmax, 0 or 1 / (1 - p)."""
+        return self.kept().to(dtype).div_(1 - self.p)
+
+    def kept(self) -> Tensor:
+        """(B, Hq, M, N) of bool."""
+        low, high = self.seed & _LOW, self.seed >> 32
+        of_batch = _mixed(_mixed(self.batch + low & _LOW) + high & _LOW)
+        of_head = _mixed(of_batch[:, None] + self.heads & _LOW)
+        row_BHM1 = _mixed(of_head[:, :, None, None] + self.rows[:, None] & _LOW)
+        key_N = _mixed(self.keys + high & _LOW)
+        # Two rows whose bits meet at some pair of keys part again with the second addition.
+        bits_BHMN = _mixed_(row_BHM1 ^ key_N)
+        bits_BHMN = _mixed_(bits_BHMN.add_(row_BHM1).bitwise_and_(_LOW))
+        return bits_BHMN >= round(self.p * (_LOW + 1))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    return _mixed_(x.clone())
+
+
+def _mixed_(x: Tensor) -> Tensor:
+    """A bijection of 32 bits, in int64, in which each bit of `x` stirs all: shifts and products in turn."""
+    for shift in (16, 15):
+        x.bitwise_xor_(x >> shift).mul_(_FACTOR).bitwise_and_(_LOW)
+    return x.bitwise_xor_(x >> 16)
