@@ -270,14 +270,14 @@ def check_mask(mask: Mask, q: Tensor, layout: Layout, kv_layout: Layout | None) 
         )
 
 
-def check_layout(layout: object, world_size: int) -> None:
+def check_layout(layout: object, world_size: int, argument: str = "layout") -> None:
     """Raises LayoutError for anything but a layout of that many ranks or the name of one."""
-    problem = layout_problem(layout)
+    problem = layout_problem(layout, argument)
     if problem:
         raise LayoutError(problem)
     if isinstance(layout, Layout) and world_size != layout.world_size:
         raise LayoutError(
-            f"layout: expected one for the {world_size} ranks of mesh, got {layout!r}; make it with mesh.size()"
+            f"{argument}: expected one for the {world_size} ranks of mesh, got {layout!r}; make it with mesh.size()"
         )
 
 

@@ -286,6 +286,8 @@ def check_options(options: Options, world_size: int) -> None:
         raise ArgumentError(wrong)
     assert options.agree is not None, "callers say when"
     check_layout(options.layout, world_size)
+    if options.kv_layout is not None:
+        check_layout(options.kv_layout, world_size, "kv_layout")
     check_mode(options.mode, options.ulysses_degree, world_size)
     check_kernel_name(options.kernel)
     check_agree(options.agree)

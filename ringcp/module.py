@@ -64,8 +64,8 @@ class ContextParallel(ParallelStyle):
     that it divides evenly, or replicated; the output is one too.
 
     Args:
-        mode, ulysses_degree, gather_memory, layout, softcap, alibi_slopes, kernel, agree, timeout: as in
-            `ringcp.attention`.
+        mode, ulysses_degree, gather_memory, layout, kv_layout, softcap, alibi_slopes, sinks, kernel, agree, timeout:
+            as in `ringcp.attention`. Of heads that are sharded, slopes and sinks are those of this rank.
         mask: which positions attend to which; a causal forward, or ``is_causal=True``, is intersected with it.
         probe: whether the forward is tried. False says that it is `F.scaled_dot_product_attention` of its q, k, v and
             those of its keywords that it has, with grouped heads if `enable_gqa` is none of them.
@@ -80,12 +80,14 @@ class ContextParallel(ParallelStyle):
         *,
         mode: str = "auto",
         layout: Layout | str = "auto",
+        kv_layout: Layout | str | None = None,
         mask: Mask | None = None,
         kernel: str = "auto",
         ulysses_degree: int | None = None,
         gather_memory: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
         agree: str | None = None,
         timeout: float | timedelta | None = None,
         probe: bool = True,
@@ -93,11 +95,13 @@ class ContextParallel(ParallelStyle):
         self.options = Options(
             mask=mask,
             layout=layout,
+            kv_layout=kv_layout,
             mode=mode,
             ulysses_degree=ulysses_degree,
             gather_memory=gather_memory,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            sinks=sinks,
             kernel=kernel,
             agree=agree,
             timeout=timeout,

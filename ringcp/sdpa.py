@@ -28,8 +28,8 @@ class Context:
         mask: the mask of every attention call, or None: as each call says.
         mode: how queries meet keys.
         options: all keywords, with the defaults filled in.
-        group_name, rank, local_len, unmasked, causal: what follows from these: the process group, this rank in it and
-            its number of tokens, and the masks of calls without and with ``is_causal=True``.
+        group_name, rank, local_len, kv_local_len, unmasked, causal: what follows from these: the process group, this
+            rank in it, its numbers of tokens and of keys, and the masks of calls without and with ``is_causal=True``.
     """
 
     mesh: DeviceMesh
@@ -37,6 +37,7 @@ class Context:
     group_name: str
     rank: int
     local_len: int | None
+    kv_local_len: int | None
     unmasked: Mask
     causal: Mask
 
@@ -70,12 +71,14 @@ class Context:
 def make_context(mesh: DeviceMesh, group_name: str, rank: int, options: Options) -> Context:
     """A context from checked options."""
     layout, mask = options.layout, options.mask
+    kv_layout = layout if options.kv_layout is None else options.kv_layout
     return Context(
         mesh=mesh,
         options=options,
         group_name=group_name,
         rank=rank,
         local_len=layout.local_len(rank) if isinstance(layout, Layout) else None,
+        kv_local_len=kv_layout.local_len(rank) if isinstance(kv_layout, Layout) else None,
         unmasked=Full() if mask is None else mask,
         causal=Causal() if mask is None or mask == Causal() else mask & Causal(),
     )
@@ -141,12 +144,14 @@ def _refusal(
         )
     lengths = query.shape[-2], key.shape[-2], value.shape[-2]
     # In compiled code the op checks them: here, every length would compile anew. A DTensor is refused as such.
-    sized = context.local_len is not None and not torch.compiler.is_compiling() and not hasattr(query, "to_local")
-    if sized and lengths != (context.local_len,) * 3:
+    sized = not torch.compiler.is_compiling() and not hasattr(query, "to_local")
+    expected = context.local_len, context.kv_local_len, context.kv_local_len
+    if sized and any(n is not None and n != length for n, length in zip(expected, lengths, strict=True)):
+        layouts = [context.layout] if context.options.kv_layout is None else [context.layout, context.options.kv_layout]
         return LayoutError, (
-            f"query, key, value: expected this rank's {context.local_len} tokens of {context.layout!r} in dim -2, "
-            f"got {lengths[0]}, {lengths[1]} and {lengths[2]}; give what they are computed from as buffers, with its "
-            f"sequence dims, or {LOCAL}"
+            f"query, key, value: expected this rank's tokens of {' and '.join(map(repr, layouts))} in dim -2, "
+            f"{', '.join('any number' if n is None else str(n) for n in expected)}, got {lengths[0]}, {lengths[1]} and "
+            f"{lengths[2]}; give what they are computed from as buffers, with its sequence dims, or {LOCAL}"
         )
     if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
         return ArgumentError, (

@@ -201,7 +201,7 @@ def refused_buffers(mesh):
         assert torch.equal(x, before)
     with ringcp.context_parallel(mesh, layout=layout):
         x = torch.zeros(1, 1, layout.rest.local_len(mesh.get_local_rank()), 4)
-        with pytest.raises(ringcp.LayoutError, match=r"expected this rank's \d+ tokens of Joint"):
+        with pytest.raises(ringcp.LayoutError, match="expected this rank's tokens of Joint"):
             F.scaled_dot_product_attention(x, x, x)
 
 

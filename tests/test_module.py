@@ -319,6 +319,57 @@ def test_replicated_dtensors(worlds):
     worlds(4).run(check_replicated)
 
 
+class Cross(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def with_sinks(q, k, v, sinks):
+    """Attention in one process; a sink is a key of that score and no value."""
+    scores = q @ k.repeat_interleave(HEADS // KV_HEADS, 1).mT / HEAD_DIM**0.5
+    logits = sinks[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, logits], -1).softmax(-1)[..., :-1] @ v.repeat_interleave(HEADS // KV_HEADS, 1)
+
+
+def check_cross_and_sinks(mesh, replicated):
+    """Keys of another sequence, sharded or on every rank; and a logit for each head, which gets its gradient."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    layout, memory = ringcp.HeadTail(SEQ_LEN, size), 11
+    keys = ringcp.Contiguous(memory, size)
+    kv_layout = ringcp.Joint(replicated=memory, rest=ringcp.Contiguous(0, size)) if replicated else keys
+    torch.manual_seed(2)
+    shapes = (HEADS, SEQ_LEN), (KV_HEADS, memory), (KV_HEADS, memory), (HEADS, SEQ_LEN)
+    whole = [torch.randn(2, *shape, HEAD_DIM, dtype=torch.float64) for shape in shapes]
+    sinks = torch.randn(HEADS, dtype=torch.float64)
+
+    def graded(q, k, v, dout, attend):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+        out = attend(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    def attend(q, k, v, sinks):
+        style = ringcp.ContextParallel(layout=layout, kv_layout=kv_layout, sinks=sinks)
+        return parallelize_module(Cross(), mesh, style)(q, k, v)
+
+    def mine(x, of):
+        return x if of is keys and replicated else of.shard(x, rank, 2)
+
+    local = [mine(x, of) for of, x in zip((layout, keys, keys, layout), whole, strict=True)]
+    got = graded(*local, attend)
+    for copied in got[2:] if replicated else got[4:]:
+        dist.all_reduce(copied)
+    out, dq, dk, dv, dsinks = graded(*whole, with_sinks)
+    want = mine(out, layout), mine(dq, layout), mine(dk, keys), mine(dv, keys), dsinks
+    for name, x, y in zip(("out", "dq", "dk", "dv", "dsinks"), got, want, strict=True):
+        assert_close(x, y, name=name)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("replicated", [False, True])
+def test_cross_attention_and_sinks(worlds, size, replicated):
+    worlds(size).run(check_cross_and_sinks, replicated)
+
+
 def dtensors_of(grid, placement, heads=(4, 2, 2), axis="tp"):
     """q, k and v of 5 tokens on every rank of cp, the same on each of tp."""
     generator = torch.Generator().manual_seed(grid.get_local_rank("cp"))
