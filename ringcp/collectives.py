@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,16 @@ from torch import Tensor
 from ringcp.errors import PeerError
 from ringcp.groups import GroupState
 from ringcp.merge import accumulator_dtype
+from ringcp.transport import deadline_of, limit_text, wait_until
 
-T = TypeVar("T")
 
+def gather(
+    x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int, timeout: float | None = None
+) -> list[Tensor]:
+    """Every rank's rows of `dim`, by rank. Parts of different lengths travel padded to the longest one, as bytes.
 
-def gather(x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int) -> list[Tensor]:
-    """Every rank's rows of `dim`, by rank. Parts of different lengths travel padded to the longest one, as bytes."""
+    timeout: seconds to wait on gloo; None for the group's own.
+    """
     rows = x.movedim(dim, 0)
     longest = max(lengths)
     sent = rows.new_zeros((longest, *rows.shape[1:]))
@@ -27,12 +31,18 @@ def gather(x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list
         flat_in, flat_out = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
         # Renamed in torch 2.13.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        _collective(state, "all-gather", lambda: gather(flat_out, flat_in, group=group))
+        start = partial(gather, flat_out, flat_in, group=group, async_op=True)
+        _collective(state, "all-gather", start, None if x.is_cuda else timeout)
     return [received[rank, :length].movedim(0, dim) for rank, length in enumerate(lengths)]
 
 
 def reduce(
-    parts: Sequence[Tensor], group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int
+    parts: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    state: GroupState,
+    lengths: list[int],
+    dim: int,
+    timeout: float | None = None,
 ) -> Tensor:
     """Part r of all ranks, summed on rank r in the accumulator's dtype and in rank order, whatever the backend."""
     rows = [part.movedim(dim, 0) for part in parts]
@@ -41,7 +51,8 @@ def reduce(
         sent[rank, : part.shape[0]] = part
     received = torch.empty_like(sent)
     if sent.numel():
-        _collective(state, "all-to-all", lambda: dist.all_to_all_single(received.view(-1), sent.view(-1), group=group))
+        start = partial(dist.all_to_all_single, received.view(-1), sent.view(-1), group=group, async_op=True)
+        _collective(state, "all-to-all", start, None if sent.is_cuda else timeout)
     mine = received[:, : lengths[state.rank]].to(accumulator_dtype(sent.dtype))
     total = mine[0].clone()
     for rank in range(1, state.world_size):
@@ -49,12 +60,14 @@ def reduce(
     return total.to(sent.dtype).movedim(0, dim)
 
 
-def _collective(state: GroupState, name: str, run: Callable[[], T]) -> T:
+def _collective(state: GroupState, name: str, start: Callable[[], dist.Work], timeout: float | None) -> None:
     state.check_usable()
     try:
-        return run()
+        wait_until(start(), deadline_of(timeout))
     except RuntimeError as error:
         state.break_off(error)
+        within, fix = ("", "") if timeout is None else (f" within {limit_text(timeout)}", ", or raise timeout=")
         raise PeerError(
-            f"rank {state.rank}: {name} did not go through; a peer died, or did not come: look for its error. ({error})"
+            f"rank {state.rank}: {name} did not go through{within}; a peer died, or did not come: look for its "
+            f"error{fix}. ({error})"
         ) from error

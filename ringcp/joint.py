@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringcp.layout import Layout
 from ringcp.opcall import call_op
-from ringcp.options import Options
+from ringcp.options import Options, seconds_of
 from ringcp.replicas import of_all_ranks, split_copies
 
 
@@ -30,7 +30,8 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_nam
     """out and lse of the local rows, without the sinks."""
     kv_layout = options.layout if options.kv_layout is None else options.kv_layout
     num_q, num_k = _replicated(options.layout), _replicated(kv_layout)
-    q_copy, q_rest, k_copy, k_rest, v_copy, v_rest = split_copies(q, k, v, num_q, num_k, group_name)
+    where = group_name, seconds_of(options.timeout)
+    q_copy, q_rest, k_copy, k_rest, v_copy, v_rest = split_copies(q, k, v, num_q, num_k, *where)
     here = Options(
         layout="contiguous",
         kv_layout="contiguous",
@@ -49,7 +50,7 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_nam
     if num_q:
         partial = call_op(q_copy, k_rest, v_rest, here, "", needs_lse=True)
         assert isinstance(options.layout, Layout), "a name has no replicated tokens"
-        partials = of_all_ranks(*partial, of_rest.lse, group_name, options.layout.world_size)
+        partials = of_all_ranks(*partial, of_rest.lse, options.layout.world_size, *where)
         parts = [_Part(*pair) for pair in zip(*partials, strict=True)]
         if num_k:
             parts.insert(0, _Part(*call_op(q_copy, k_copy, v_copy, here, "", needs_lse=True)))

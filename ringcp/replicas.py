@@ -20,9 +20,9 @@ from ringcp.merge import accumulator_dtype
 
 @torch.library.custom_op("ringcp::split_copies", mutates_args=())
 def split_copies(
-    q: Tensor, k: Tensor, v: Tensor, num_q: int, num_k: int, group_name: str
+    q: Tensor, k: Tensor, v: Tensor, num_q: int, num_k: int, group_name: str, timeout: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v, each as the first rows, of which every rank holds a copy, and the rest."""
+    """q, k and v, each as the first rows, of which every rank holds a copy, and the rest. timeout: of backward."""
     q_copy, q_rest, k_copy, k_rest, v_copy, v_rest = (
         part.clone(memory_format=torch.contiguous_format)
         for x, n in ((q, num_q), (k, num_k), (v, num_k))
@@ -32,7 +32,7 @@ def split_copies(
 
 
 @split_copies.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, num_q: int, num_k: int, group_name: str) -> tuple[Tensor, ...]:
+def _(q: Tensor, k: Tensor, v: Tensor, num_q: int, num_k: int, *_: Any) -> tuple[Tensor, ...]:
     parts = [part for x, n in ((q, num_q), (k, num_k), (v, num_k)) for part in (x[:, :, :n], x[:, :, n:])]
     return tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts)
 
@@ -46,13 +46,14 @@ def split_copies_backward(
     dv_copy: Tensor,
     dv_rest: Tensor,
     group_name: str,
+    timeout: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; of copies the mean over ranks, all in one message. In compiled code it also waits for the rests."""
     group = group_named(group_name)
     state = state_of(group)
     copies = dq_copy, dk_copy, dv_copy
     flat = torch.cat([grad.reshape(-1) for grad in copies])
-    parts = gather(flat, group, state, [flat.numel()] * state.world_size, 0)
+    parts = gather(flat, group, state, [flat.numel()] * state.world_size, 0, timeout)
     total = parts[0].to(accumulator_dtype(flat.dtype), copy=True)
     for part in parts[1:]:
         total += part
@@ -72,25 +73,27 @@ def _(
     dk_rest: Tensor,
     dv_copy: Tensor,
     dv_rest: Tensor,
-    group_name: str,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.cat(pair, 2) for pair in ((dq_copy, dq_rest), (dk_copy, dk_rest), (dv_copy, dv_rest)))
     return dq, dk, dv
 
 
 def _setup_split(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.group_name = inputs[5]
+    ctx.where = inputs[5:]
 
 
 def _split_grad(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    return *split_copies_backward(*grads, ctx.group_name), None, None, None
+    return *split_copies_backward(*grads, *ctx.where), None, None, None, None
 
 
 split_copies.register_autograd(_split_grad, setup_context=_setup_split)
 
 
 @torch.library.custom_op("ringcp::of_all_ranks", mutates_args=())
-def of_all_ranks(out: Tensor, lse: Tensor, after: Tensor, group_name: str, world_size: int) -> tuple[Tensor, Tensor]:
+def of_all_ranks(
+    out: Tensor, lse: Tensor, after: Tensor, world_size: int, group_name: str, timeout: float | None
+) -> tuple[Tensor, Tensor]:
     """Every rank's out (P, B, H, n, D) and lse (P, B, H, n), of equal shapes on all ranks, by rank.
 
     after: what must have been computed before, and whose gradient after: compiled code keeps no other order, and ranks
@@ -99,39 +102,39 @@ def of_all_ranks(out: Tensor, lse: Tensor, after: Tensor, group_name: str, world
     group = group_named(group_name)
     state = state_of(group)
     lengths = [out.shape[0]] * world_size
-    outs, lses = (torch.stack(gather(x, group, state, lengths, 0)) for x in (out, lse))
+    outs, lses = (torch.stack(gather(x, group, state, lengths, 0, timeout)) for x in (out, lse))
     return outs, lses
 
 
 @of_all_ranks.register_fake
-def _(out: Tensor, lse: Tensor, after: Tensor, group_name: str, world_size: int) -> tuple[Tensor, Tensor]:
+def _(out: Tensor, lse: Tensor, after: Tensor, world_size: int, *_: Any) -> tuple[Tensor, Tensor]:
     return out.new_empty((world_size, *out.shape)), lse.new_empty((world_size, *lse.shape))
 
 
 @torch.library.custom_op("ringcp::of_all_ranks_backward", mutates_args=())
 def of_all_ranks_backward(
-    douts: Tensor, dlses: Tensor, after: Tensor, group_name: str
+    douts: Tensor, dlses: Tensor, after: Tensor, group_name: str, timeout: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of this rank's out and lse: the sum of what all ranks found for them. And zeros, for `after`."""
     group = group_named(group_name)
     state = state_of(group)
     lengths = [douts.shape[1]] * state.world_size
-    dout, dlse = (reduce(x.unbind(0), group, state, lengths, 0) for x in (douts, dlses))
+    dout, dlse = (reduce(x.unbind(0), group, state, lengths, 0, timeout) for x in (douts, dlses))
     return dout.contiguous(), dlse.contiguous(), torch.zeros_like(after)
 
 
 @of_all_ranks_backward.register_fake
-def _(douts: Tensor, dlses: Tensor, after: Tensor, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
+def _(douts: Tensor, dlses: Tensor, after: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return douts.new_empty(douts.shape[1:]), dlses.new_empty(dlses.shape[1:]), torch.empty_like(after)
 
 
 def _setup_all_ranks(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(inputs[2])
-    ctx.group_name = inputs[3]
+    ctx.where = inputs[4:]
 
 
 def _all_ranks_grad(ctx: Any, douts: Tensor, dlses: Tensor) -> tuple[Any, ...]:
-    return *of_all_ranks_backward(douts, dlses, *ctx.saved_tensors, ctx.group_name), None, None
+    return *of_all_ranks_backward(douts, dlses, *ctx.saved_tensors, *ctx.where), None, None, None
 
 
 of_all_ranks.register_autograd(_all_ranks_grad, setup_context=_setup_all_ranks)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import time
 
 import pytest
 import torch
@@ -245,6 +246,28 @@ def test_a_peer_that_dies_before_replicated_rows_meet(worlds):
     told, lost = worlds(2).run(survive_joint, return_exceptions=True)
     assert told == "told"
     assert isinstance(lost, RankLost)
+
+
+def late_for_joint(mesh):
+    layout = ringcp.Joint(replicated=2, rest=ringcp.HeadTail(6, mesh.size()))
+    x = torch.randn(1, 2, layout.local_len(mesh.get_local_rank()), 4, requires_grad=True)
+    options = {"mesh": mesh, "layout": layout, "timeout": TIMEOUT_S}
+    out = ringcp.attention(x, x, x, **options)
+    out.sum().backward()
+    out = ringcp.attention(x, x, x, **options)
+    if mesh.get_local_rank():
+        time.sleep(4 * TIMEOUT_S)
+        return "late"
+    start = time.monotonic()
+    with pytest.raises(ringcp.PeerError, match=r"did not go through within 2 s; a peer died, .*, or raise timeout="):
+        out.sum().backward()
+    return time.monotonic() - start
+
+
+def test_replicated_rows_wait_as_long_as_is_said(worlds):
+    seconds, late = worlds(2).run(late_for_joint)
+    assert late == "late"
+    assert TIMEOUT_S / 2 < seconds < 3 * TIMEOUT_S
 
 
 def modes_in(mesh, **options):
