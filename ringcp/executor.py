@@ -19,6 +19,7 @@ and rank that has needed it, beside N R for the N own rows and dq. With a full m
 
 A mask that functions say costs a bool for each row and key of one call, for each head and batch row if they differ;
 the bias of ALiBi in "sdpa_flash_cpu" is made for some rows at a time.
+Calls that share a launch are packed: their rows of q, k and v once more, in backward also of dout, out and lse.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ringcp import packing
 from ringcp.buffers import Blocks, Rows, Sums, part
 from ringcp.gathered import GatheredBlocks, GatheredSums
 from ringcp.kernels.base import Kernel
-from ringcp.lower import Plan, PlanStep
+from ringcp.lower import Call, Launch, Plan, PlanStep
 from ringcp.merge import merge_
 from ringcp.record import CallLog, label
 from ringcp.schedule import Message
@@ -123,21 +125,13 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, Non
         k_block, v_block = blocks.in_hand(i)
         with label(f"ringcp::fwd step {i} <- {owner_words(step.source)}"):
             written = _written(job, job.plan.schedule.forward[i], q)
-            for call in step.calls:
-                out_c, lse_c = job.kernel.forward(
-                    part(q, call.batch, call.q_heads, call.q),
-                    part(k_block, call.batch, call.kv_heads, call.k),
-                    part(v_block, call.batch, call.kv_heads, call.k),
-                    form=call.form,
-                    scale=job.scale,
-                    softcap=job.softcap,
-                    **({} if written is None else written.keywords(call)),
-                )
-                if call.fresh:
-                    out.write(call, out_c)
-                    lse.write(call, lse_c)
-                else:
-                    merge_(out.part(call), lse.part(call), out_c, lse_c)
+            for launch in step.launches:
+                for call, out_c, lse_c in _forward(job, launch, written, q, k_block, v_block):
+                    if call.fresh:
+                        out.write(call, out_c)
+                        lse.write(call, lse_c)
+                    else:
+                        merge_(out.part(call), lse.part(call), out_c, lse_c)
         log.mark()
         yield from waited(pending, f"ringcp::fwd step {i} wait")
         log.mark()
@@ -164,32 +158,75 @@ def backward(
         k_block, v_block = blocks.in_hand(i)
         with label(f"ringcp::bwd step {i} <- {owner_words(step.source)}"):
             written = _written(job, job.plan.schedule.backward[i], q)
-            for call in step.calls:
-                on_q, on_k = (call.batch, call.q_heads, call.q), (call.batch, call.kv_heads, call.k)
-                dq_c, dk_c, dv_c = job.kernel.backward(
-                    part(dout, *on_q),
-                    part(q, *on_q),
-                    part(k_block, *on_k),
-                    part(v_block, *on_k),
-                    part(out, *on_q),
-                    part(lse, *on_q),
-                    None if dlse is None else part(dlse, *on_q),
-                    form=call.form,
-                    scale=job.scale,
-                    softcap=job.softcap,
-                    **({} if written is None else written.keywords(call)),
-                )
-                if call.fresh:
-                    dq.write(call, dq_c)
-                else:
-                    dq.part(call).add_(dq_c)
-                sums.hold(call, dk_c, dv_c)
+            for launch in step.launches:
+                dqs, dkvs = _backward(job, launch, written, dout, q, k_block, v_block, out, lse, dlse)
+                for call, dq_c in dqs:
+                    if call.fresh:
+                        dq.write(call, dq_c)
+                    else:
+                        dq.part(call).add_(dq_c)
+                for call, dk_c, dv_c in dkvs:
+                    sums.hold(call, dk_c, dv_c)
         log.mark()
         yield from waited(pending, f"ringcp::bwd step {i} wait")
         log.mark()
         blocks.settle(i)
         sums.settle(i)
     return dq.result(), *sums.result()
+
+
+def _forward(
+    job: Job, launch: Launch, written: WrittenStep | None, q: Tensor, k: Tensor, v: Tensor
+) -> list[tuple[Call, Tensor, Tensor]]:
+    """out and lse of the query rows of each of these calls."""
+    call, *more = launch.calls
+    if more:
+        assert written is None, "kernels that take sequences take no written masks"
+        return packing.forward(job.kernel, launch, q, k, v, job.scale, job.softcap)
+    out, lse = job.kernel.forward(
+        part(q, call.batch, call.q_heads, call.q),
+        part(k, call.batch, call.kv_heads, call.k),
+        part(v, call.batch, call.kv_heads, call.k),
+        form=call.form,
+        scale=job.scale,
+        softcap=job.softcap,
+        **({} if written is None else written.keywords(call)),
+    )
+    return [(call, out, lse)]
+
+
+def _backward(
+    job: Job,
+    launch: Launch,
+    written: WrittenStep | None,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+) -> tuple[list[tuple[Call, Tensor]], list[tuple[Call, Tensor, Tensor]]]:
+    """dq of the query rows, and dk and dv of the keys, of each of these calls."""
+    call, *more = launch.calls
+    if more:
+        assert written is None, "kernels that take sequences take no written masks"
+        return packing.backward(job.kernel, launch, dout, q, k, v, out, lse, dlse, job.scale, job.softcap)
+    on_q, on_k = (call.batch, call.q_heads, call.q), (call.batch, call.kv_heads, call.k)
+    dq, dk, dv = job.kernel.backward(
+        part(dout, *on_q),
+        part(q, *on_q),
+        part(k, *on_k),
+        part(v, *on_k),
+        part(out, *on_q),
+        part(lse, *on_q),
+        None if dlse is None else part(dlse, *on_q),
+        form=call.form,
+        scale=job.scale,
+        softcap=job.softcap,
+        **({} if written is None else written.keywords(call)),
+    )
+    return [(call, dq)], [(call, dk, dv)]
 
 
 def _written(job: Job, step: Step, q: Tensor) -> WrittenStep | None:
@@ -213,7 +250,7 @@ def _post(
     sends = [parcel(stores[m.what].outgoing(i, m), m) for m in step.sends]
     recvs = [parcel(stores[m.what].incoming(i, m), m) for m in step.recvs]
     pending = job.transport.post(sends, recvs, f"call {job.call}, {direction} step {i}") if sends or recvs else None
-    log.step(i, step.source, len(step.calls), num_bytes(sends), num_bytes(recvs))
+    log.step(i, step.source, len(step.launches), num_bytes(sends), num_bytes(recvs))
     return pending
 
 

@@ -1,12 +1,13 @@
 """From tiles to kernel calls, by what the kernel can do in one launch. Pure.
 
 Lowering first joins tiles that are one band together (the own block of a causal head-tail ring is *one* causal
-call, an earlier block is all rows of q against its first half), then cuts what the kernel cannot take.
+call, an earlier block is all rows of q against its first half), then cuts what the kernel cannot take, and then puts
+calls that are alike (the documents of a step) into one launch, if the kernel takes sequences of any lengths.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,12 +50,14 @@ class Caps:
         "top_left" (row 0 sees key 0 only), "bottom_right" (the last row sees every key), or "none".
     band: how it takes other bands: "any" at the price of the pairs, "mask" through a dense mask at the price
         of the whole rectangle, or "none".
+    varlen: whether one launch takes many sequences, each of its own length (see `ringcp.kernels.packed.Packing`).
     forward, backward: what suits it best then.
     half: the caps for dtypes of two bytes, where they are others.
     """
 
     causal: Literal["square", "top_left", "bottom_right", "none"]
     band: Literal["any", "mask", "none"]
+    varlen: bool = False
     forward: Strips = _STRIPS
     backward: Strips = _STRIPS
     half: Caps | None = None
@@ -75,9 +78,13 @@ class Form(NamedTuple):
     lo: int | None = None
     hi: int | None = None
 
+    def from_the_end(self, m: int, n: int) -> tuple[int | None, int | None]:
+        """The edges counted from the last row and the last key: how many keys a row sees before and after its own."""
+        return None if self.hi is None else self.hi + n - m, None if self.lo is None else m - n - self.lo
+
 
 class Call(NamedTuple):
-    """One kernel launch on local query rows and on key rows of the block in hand. None means all.
+    """What a kernel computes on local query rows and on key rows of the block in hand. None means all.
 
     fresh: no earlier call of this rank has written any of its query rows.
     """
@@ -91,6 +98,30 @@ class Call(NamedTuple):
     fresh: bool
 
 
+class Cell(NamedTuple):
+    """Calls of one launch on the same batch rows, in the order of their query rows.
+
+    rows: the same query rows, where neighbours that touch and are equally fresh are one. keys: the same key rows, where
+    neighbours that touch are one. What the other fields of these calls say of one dim does not count.
+    """
+
+    calls: tuple[Call, ...]
+    rows: tuple[Call, ...]
+    keys: tuple[Call, ...]
+
+
+class Launch(NamedTuple):
+    """What a kernel is given at once: one call; or, in cells of different batch rows, several that have the same heads
+    and the same edges counted from the end, and of which no two share a query row or a key.
+    """
+
+    cells: tuple[Cell, ...]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(call for cell in self.cells for call in cell.calls)
+
+
 class Region(NamedTuple):
     """Batch rows, query heads and query rows; a stop of None is the end."""
 
@@ -101,7 +132,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanStep:
-    """A `Step` whose tiles have become calls.
+    """A `Step` whose tiles have become launches.
 
     own: whether the block in hand is the rank's own.
     """
@@ -109,11 +140,15 @@ class PlanStep:
     source: int | None
     own: bool
     num_rows: int
-    calls: tuple[Call, ...]
+    launches: tuple[Launch, ...]
     sends: tuple[Message, ...]
     recvs: tuple[Message, ...]
     kept: tuple[Message, ...] = ()
     kv_heads: Range | None = None
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(call for launch in self.launches for call in launch.calls)
 
 
 @dataclass(frozen=True)
@@ -167,14 +202,11 @@ def _lowered(schedule: Schedule, steps: tuple[Step, ...], caps: Caps, strips: St
     written = _Written(schedule.num_rows, [tile for step in steps for tile in step.tiles])
     lowered = []
     for step in steps:
-        calls = tuple(
-            _call(part, where, fresh=written.add(where, part.q))
-            for band, where in _joined(step.tiles, caps)
-            for part in _cut(band, caps, strips)
-        )
+        calls = [_call(part, where) for band, where in _joined(step.tiles, caps) for part in _cut(band, caps, strips)]
+        launches = tuple(_launch(cells, written) for cells in _alike(calls, caps))
         own = step.source == schedule.rank
         moves = step.sends, step.recvs, step.kept
-        lowered.append(PlanStep(step.source, own, step.num_rows, calls, *moves, step.kv_heads))
+        lowered.append(PlanStep(step.source, own, step.num_rows, launches, *moves, step.kv_heads))
     return Pass(tuple(lowered), written.unstarted())
 
 
@@ -200,10 +232,10 @@ def _takes(band: Band, caps: Caps) -> bool:
     return band.is_full or caps.band != "none" or not (band.cuts_high or caps.causal == "none")
 
 
-def _call(band: Band, where: _Where, fresh: bool) -> Call:
+def _call(band: Band, where: _Where) -> Call:
     ahead = band.q[0] - band.k[0]  # (i - j) counted from the corner of the call is (i - j) - ahead
     form = Form(band.lo - ahead if band.cuts_low else None, band.hi - ahead if band.cuts_high else None)
-    return Call(band.q, band.k, form, *where, fresh)
+    return Call(band.q, band.k, form, *where, fresh=False)
 
 
 def _cut(band: Band, caps: Caps, strips: Strips) -> Iterator[Band]:
@@ -280,6 +312,83 @@ def _edges_and_middle(strip: Band) -> Iterator[Band]:
         part = crop(strip, strip.q, k)
         if part is not None:
             yield part
+
+
+_Cells = dict[Range | None, list[Call]]
+"""Calls of one launch, by batch rows."""
+
+
+def _alike(calls: list[Call], caps: Caps) -> list[_Cells]:
+    """The calls of a step, those together that one launch can do; in the order of the first of each."""
+    found: list[_Cells] = []
+    like: dict[tuple[object, ...], list[_Open]] = {}
+    for call in calls:
+        m, n = call.q[1] - call.q[0], call.k[1] - call.k[0]
+        # A window with more rows than keys stays alone: FlashAttention 2 misreads some (see `ringcp.kernels.windows`).
+        if not caps.varlen or (call.form != Form() and m > n):
+            found.append({call.batch: [call]})
+            continue
+        kind = like.setdefault((call.form.from_the_end(m, n), call.q_heads, call.kv_heads), [])
+        if not any(launch.takes(call) for launch in kind):
+            kind.append(_Open({}, {}))
+            kind[-1].takes(call)
+            found.append(kind[-1].cells)
+    return found
+
+
+class _Open(NamedTuple):
+    """A launch that takes further calls; the query rows and the keys that it has, sorted, by batch rows."""
+
+    cells: _Cells
+    taken: dict[Range | None, tuple[list[Range], list[Range]]]
+
+    def takes(self, call: Call) -> bool:
+        """Add a call if it shares nothing with the others: what is packed is never more than q and the block."""
+        batch = call.batch
+        if batch not in self.cells:
+            if any(_overlap(batch, other) for other in self.cells):
+                return False
+            self.cells[batch], self.taken[batch] = [], ([], [])
+        rows, keys = self.taken[batch]
+        if not (_is_free(rows, call.q) and _is_free(keys, call.k)):
+            return False
+        insort(rows, call.q)
+        insort(keys, call.k)
+        self.cells[batch].append(call)
+        return True
+
+
+def _overlap(a: Range | None, b: Range | None) -> bool:
+    return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
+
+
+def _is_free(taken: list[Range], wanted: Range) -> bool:
+    """Whether it meets none of these ranges, which are sorted and disjoint."""
+    at = bisect_left(taken, wanted)
+    return (at == 0 or taken[at - 1][1] <= wanted[0]) and (at == len(taken) or wanted[1] <= taken[at][0])
+
+
+def _launch(cells: _Cells, written: _Written) -> Launch:
+    """With what is fresh marked: to be made in the order in which the launches run."""
+    made = []
+    for of_batch in cells.values():
+        calls = [call._replace(fresh=written.add(call[3:6], call.q)) for call in sorted(of_batch, key=_first_row)]
+        rows, keys = calls[:1], calls[:1]
+        for call in calls[1:]:
+            if rows[-1].q[1] == call.q[0] and rows[-1].fresh == call.fresh:
+                rows[-1] = rows[-1]._replace(q=(rows[-1].q[0], call.q[1]))
+            else:
+                rows.append(call)
+            if keys[-1].k[1] == call.k[0]:
+                keys[-1] = keys[-1]._replace(k=(keys[-1].k[0], call.k[1]))
+            else:
+                keys.append(call)
+        made.append(Cell(tuple(calls), tuple(rows), tuple(keys)))
+    return Launch(tuple(made))
+
+
+def _first_row(call: Call) -> int:
+    return call.q[0]
 
 
 class _Written:

@@ -7,6 +7,8 @@ it shows nothing about a GPU. fp64 is taken so that errors are not hidden by rou
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -31,11 +33,11 @@ def _wide(*tensors):
 
 
 def _repeat(x, heads):
-    return x.repeat_interleave(heads // x.shape[1], 1)
+    return x.repeat_interleave(heads // x.shape[-3], -3)
 
 
 def _group_sum(x, kv_heads):
-    return x.unflatten(1, (kv_heads, -1)).sum(2)
+    return x.unflatten(-3, (kv_heads, -1)).sum(-3)
 
 
 def _check_aligned(*tensors, dims=(-4, -3, -2)):
@@ -52,12 +54,13 @@ def _check_plain_lse(lse, shape, dtype):
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
 
 
-def _window_mask(m, n, is_causal, left, right):
-    """As flash_api.cpp and mask.h have it, quirks included."""
+def _window_mask(m, n, is_causal, left, right, longest=None):
+    """As flash_api.cpp and mask.h have it, quirks included. longest: of the keys of all sequences of a launch."""
+    longest = n if longest is None else longest
     left, right = -1 if left is None else left, -1 if right is None else right
-    if left >= n:
+    if left >= longest:
         left = -1
-    if right >= n:
+    if right >= longest:
         right = -1
     if is_causal:
         right = 0
@@ -65,10 +68,27 @@ def _window_mask(m, n, is_causal, left, right):
         return torch.ones(m, n, dtype=torch.bool)
     if left < 0 and right == 0:  # Causal: the left edge is not looked at.
         left = m + n
-    left = n if left < 0 else left
-    right = n if right < 0 else right
+    left = longest if left < 0 else left
+    right = longest if right < 0 else right
     row, col = torch.arange(m).unsqueeze(1), torch.arange(n)
     return (col >= row + n - m - left) & (col < row + 1 + n - m + right)
+
+
+def _sequences_mask(cu_q, cu_k, max_q, max_k, q, k, mask_of):
+    """(T, U): the mask of each sequence of a launch, side by side."""
+    for cu, longest, x in ((cu_q, max_q, q), (cu_k, max_k, k)):
+        assert x.ndim == 3, "(total, heads, head_dim)"
+        assert cu.dtype == torch.int32, "cu_seqlens must have dtype int32"
+        assert cu.device == x.device
+        assert cu.is_contiguous()
+        assert cu.shape == cu_q.shape
+        assert type(longest) is int
+        assert (cu[0], cu[-1], cu.diff().max()) == (0, len(x), longest)
+        assert cu.diff().min() > 0, "a sequence without rows or keys"
+    mask = torch.zeros(len(q), len(k), dtype=torch.bool)
+    for (a, b), (c, d) in zip(*(zip(cu.tolist(), cu.tolist()[1:], strict=False) for cu in (cu_q, cu_k)), strict=True):
+        mask[a:b, c:d] = mask_of(b - a, d - c)
+    return mask
 
 
 def flash_forward(
@@ -78,17 +98,15 @@ def flash_forward(
     seqused_k: Tensor | None = None, alibi_slopes: Tensor | None = None, block_table: Tensor | None = None,
     num_splits: int | None = None,
 ):  # fmt: skip
-    m, n, heads = query.shape[1], key.shape[1], query.shape[2]
-    _check_flash(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale)
-    _check_aligned(query, key, value)
-    if m == 1:
-        is_causal = False
-    mask = _window_mask(m, n, is_causal, window_size_left, window_size_right)
-    q, k, v = (x.transpose(1, 2) for x in _wide(query, key, value))
-    out, lse = _dense(q, _repeat(k, heads), _repeat(v, heads), mask, scale)
+    _check_flash(query, key, value, dropout_p, scale)
+    _check_aligned(query, key, value, dims=range(-query.ndim, -1))
+    is_causal = is_causal and max_q > 1
+    mask = _flash_mask(query, key, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right)
+    q, k, v = (x.transpose(-3, -2) for x in _wide(query, key, value))
+    out, lse = _dense(q, _repeat(k, query.shape[-2]), _repeat(v, query.shape[-2]), mask, scale)
     lse = lse.masked_fill(lse == -INF, INF)
     state = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), query.new_empty(0)
-    return out.transpose(1, 2).contiguous().to(query.dtype), lse.contiguous(), *state
+    return out.transpose(-3, -2).contiguous().to(query.dtype), lse.contiguous(), *state
 
 
 def flash_backward(
@@ -97,32 +115,39 @@ def flash_backward(
     rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None,
 ):  # fmt: skip
-    (b, m, heads, _), kv_heads, n = query.shape, key.shape[2], key.shape[1]
-    _check_flash(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale)
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    _check_flash(query, key, value, dropout_p, scale)
     grad_out, out = grad_out.contiguous(), out.contiguous()
-    _check_aligned(query, key, value, grad_out, out)
+    _check_aligned(query, key, value, grad_out, out, dims=range(-query.ndim, -1))
     assert out.shape == grad_out.shape == query.shape
     assert out.dtype == grad_out.dtype == query.dtype
     assert rng_state.shape == (2,)
     assert rng_state.dtype == unused.dtype == torch.uint64
-    _check_plain_lse(logsumexp, (b, heads, m), query.dtype)
-    mask = _window_mask(m, n, is_causal, window_size_left, window_size_right)
-    dout, q, k, v, o = (x.transpose(1, 2) for x in _wide(grad_out, query, key, value, out))
+    _check_plain_lse(logsumexp, query.transpose(-3, -2).shape[:-1], query.dtype)
+    mask = _flash_mask(query, key, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right)
+    dout, q, k, v, o = (x.transpose(-3, -2) for x in _wide(grad_out, query, key, value, out))
     dq, dk, dv = _dense_backward(dout, q, _repeat(k, heads), _repeat(v, heads), o, logsumexp, mask, scale)
     grads = dq, _group_sum(dk, kv_heads), _group_sum(dv, kv_heads)
-    return tuple(x.transpose(1, 2).contiguous().to(query.dtype) for x in grads)
+    return tuple(x.transpose(-3, -2).contiguous().to(query.dtype) for x in grads)
 
 
-def _check_flash(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale):
-    assert cum_seq_q is None
-    assert cum_seq_k is None
+def _flash_mask(q, k, cu_q, cu_k, max_q, max_k, is_causal, left, right):
+    if cu_q is not None:
+        of_one = partial(_window_mask, is_causal=is_causal, left=left, right=right, longest=max_k)
+        return _sequences_mask(cu_q, cu_k, max_q, max_k, q, k, of_one)
+    assert cu_k is None
+    assert q.ndim == 4
     assert (max_q, max_k) == (q.shape[1], k.shape[1])
+    return _window_mask(max_q, max_k, is_causal, left, right)
+
+
+def _check_flash(q, k, v, dropout_p, scale):
     assert dropout_p == 0.0
     assert scale is not None
     assert q.shape[-1] == k.shape[-1] == v.shape[-1], "one head dim"
     assert q.shape[-1] % 8 == 0, "head_size must be a multiple of 8"
     assert q.shape[-1] <= 256, "only supports head dimension at most 256"
-    assert q.shape[2] % k.shape[2] == 0
+    assert q.shape[-2] % k.shape[-2] == 0
     assert k.shape == v.shape
 
 

@@ -10,7 +10,7 @@ from schedule_checks import any_call, disjoint, pairs_of
 from schedule_checks import leaves as masks
 
 import ringcp
-from ringcp import Causal, Contiguous, Full, HeadTail, Striped, Window, lower
+from ringcp import Causal, Contiguous, Documents, Full, HeadTail, Striped, Window, lower
 from ringcp.band import Band, trim
 from ringcp.layout import Span
 from ringcp.lower import Call, Caps, Form, Region, Strips
@@ -19,9 +19,10 @@ from ringcp.topology import ring
 
 CAUSAL = ["square", "top_left", "bottom_right", "none"]
 # Strips of a few rows, so that small cases have many of them, with edges and middles.
-STRIPS = Strips(3), Strips(3, triangles=2)
-ALL_CAPS = [Caps(causal, band, *STRIPS) for causal, band in product(CAUSAL, ["any", "mask", "none"])]
-every_caps = pytest.mark.parametrize("caps", ALL_CAPS, ids=lambda c: f"{c.causal}-{c.band}")
+STRIPS = {"forward": Strips(3), "backward": Strips(3, triangles=2)}
+VARLEN = Caps("bottom_right", "any", varlen=True)
+ALL_CAPS = [*(Caps(causal, band, **STRIPS) for causal, band in product(CAUSAL, ["any", "mask", "none"])), VARLEN]
+every_caps = pytest.mark.parametrize("caps", ALL_CAPS, ids=lambda c: f"{c.causal}-{c.band}{'-varlen' * c.varlen}")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,6 +68,30 @@ def check_calls(steps, calls_of, shape, caps):
         assert np.array_equal(tiled, called)
 
 
+def check_launches(step, caps):
+    """Calls share a launch only if the kernel takes several, and they are alike and share no query row and no key."""
+    for launch in step.launches:
+        calls = launch.calls
+        assert len(calls) == 1 or caps.varlen
+        sizes = [(call.q[1] - call.q[0], call.k[1] - call.k[0]) for call in calls]
+        assert len({(c.q_heads, c.kv_heads, c.form.from_the_end(*mn)) for c, mn in zip(calls, sizes, strict=True)}) == 1
+        if len(calls) > 1:
+            assert all(m <= n or call.form == Form() for call, (m, n) in zip(calls, sizes, strict=True))
+        for i, a in enumerate(calls):
+            for b in calls[:i]:
+                assert not meet(a.batch, b.batch) or not (meet(a.q, b.q) or meet(a.k, b.k))
+        for cell in launch.cells:
+            assert len({call.batch for call in (*cell.calls, *cell.rows, *cell.keys)}) == 1
+            fresh = [(i, call.fresh) for call in cell.calls for i in range(*call.q)]
+            assert fresh == [(i, call.fresh) for call in cell.rows for i in range(*call.q)]
+            assert [j for c in cell.calls for j in range(*c.k)] == [j for c in cell.keys for j in range(*c.k)]
+
+
+def meet(a, b):
+    """Whether two ranges share something; None is all."""
+    return a is None or b is None or max(a[0], b[0]) < min(a[1], b[1])
+
+
 def place(x):
     """Batch rows, query heads and KV heads of a tile or call, as slices."""
     return tuple(slice(None) if r is None else slice(*r) for r in (x.batch, x.q_heads, x.kv_heads))
@@ -98,6 +123,8 @@ def check_plan(plan, shape, caps):
     for steps, one_way in ((schedule.forward, plan.forward), (schedule.backward, plan.backward)):
         check_calls(steps, [step.calls for step in one_way.steps], shape, caps)
         check_fresh(one_way, *shape[:2], schedule.num_rows)
+        for step in one_way.steps:
+            check_launches(step, caps)
         assert [(s.source, s.source == schedule.rank, s.num_rows, s.sends, s.recvs) for s in steps] == [
             (p.source, p.own, p.num_rows, p.sends, p.recvs) for p in one_way.steps
         ]
@@ -274,7 +301,7 @@ def test_strips_waste_little():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lower, "_MASKED_KEYS", 8 * 256)
         schedule = build(Contiguous(65536, 1), Window(4095), ring(1), 0)
-        (step,) = lower.lower(schedule, Caps("square", "mask", Strips(256))).forward.steps
+        (step,) = lower.lower(schedule, Caps("square", "mask", forward=Strips(256))).forward.steps
     area = sum((c.q[1] - c.q[0]) * (c.k[1] - c.k[0]) for c in step.calls)
     assert area < 1.1 * 4096 * 65536
     assert len(step.calls) <= 3 * 65536 // 256
@@ -283,7 +310,7 @@ def test_strips_waste_little():
 def test_a_wide_window_becomes_triangles():
     """Each waits for one causal launch, straight or mirrored; what is left at the end is a strip."""
     schedule = build(Contiguous(40, 1), Window(9), ring(1), 0)
-    plan = lower.lower(schedule, Caps("top_left", "mask", Strips(3), Strips(3, triangles=8)))
+    plan = lower.lower(schedule, Caps("top_left", "mask", forward=Strips(3), backward=Strips(3, triangles=8)))
     calls = [(c.q, c.k, c.form) for c in plan.backward.steps[0].calls]
     assert calls == [
         ((0, 10), (0, 10), Form(lo=0)),
@@ -301,8 +328,11 @@ def test_a_wide_window_becomes_triangles():
 def test_a_window_of_half_the_rows_is_not_one_of_triangles():
     for window, rows in ((Window(6), 40), (Window(60), 7)):
         schedule = build(Contiguous(rows, 1), window, ring(1), 0)
-        steps = lower.lower(schedule, Caps("top_left", "mask", Strips(3, 8), Strips(3))).forward.steps
-        assert steps == lower.lower(schedule, Caps("top_left", "mask", Strips(3))).forward.steps
+        steps = lower.lower(schedule, Caps("top_left", "mask", forward=Strips(3, 8), backward=Strips(3))).forward.steps
+        assert (
+            steps
+            == lower.lower(schedule, Caps("top_left", "mask", forward=Strips(3), backward=Strips(3))).forward.steps
+        )
 
 
 def test_half_precision_may_have_caps_of_its_own():
@@ -320,6 +350,62 @@ def test_one_token_documents_do_not_ask_for_a_window():
         assert [call.q for call in step.calls] == [(i, i + 1) for i in range(5)]
     (step,) = lower.lower(schedule_of([tiles]), Caps("square", "any")).forward.steps
     assert [call.form for call in step.calls] == [Form(lo=0, hi=0)]
+
+
+SIXTEEN = [40, 30, 20, 15, 10, 10, 7, 6, 5, 5, 4, 3, 2, 1, 1, 1]
+
+
+def launches_of(layout, mask, rank, **more):
+    """For each step, how many calls each launch has."""
+    steps = lower.plan(layout, mask, ring(layout.world_size), rank, None, VARLEN, **more).forward.steps
+    return [[len(launch.calls) for launch in step.launches] for step in steps]
+
+
+def test_documents_are_a_launch_of_each_kind_and_step():
+    mask = Documents(SIXTEEN)
+    # The last three, of one token each, are one window.
+    assert launches_of(Contiguous(160, 1), mask & Causal(), 0) == [[13, 1]]
+    assert launches_of(Contiguous(160, 1), mask, 0) == [[13, 1]]
+    # Documents of at most 4 tokens lie inside the window, and are causal.
+    assert launches_of(Contiguous(160, 1), mask & Window(3), 0) == [[10, 3, 1]]
+    # The head and the tail of a rank may share keys of one document, and its own rows.
+    for rank in range(4):
+        for launches in launches_of(HeadTail(160, 4), mask & Causal(), rank):
+            assert len(launches) <= 3
+    assert sum(map(len, launches_of(HeadTail(160, 4), mask & Causal(), 3))) < sum(
+        map(sum, launches_of(HeadTail(160, 4), mask & Causal(), 3))
+    )
+
+
+def test_batch_rows_packed_differently_share_a_launch():
+    mask = Documents([[3, 4, 3], [10], [5, 5]]) & Causal()
+    ((launch,),) = launches_of(Contiguous(10, 1), mask, 0)
+    assert launch == 6
+    (step,) = lower.plan(Contiguous(10, 1), mask, ring(1), 0, None, VARLEN).forward.steps
+    assert [(c.rows[0].batch, c.rows[0].q, c.keys[0].k) for c in step.launches[0].cells] == [
+        ((row, row + 1), (0, 10), (0, 10)) for row in range(3)
+    ]
+
+
+def test_tiles_that_share_keys_or_query_rows_are_launches_of_their_own():
+    """So that a launch never writes a row twice, and what is packed is never more than the block."""
+    bands = [
+        Band((0, 2), (0, 4), -3, 1),
+        Band((4, 6), (4, 8), -3, 1),
+        Band((6, 8), (2, 6), 1, 7),
+        Band((4, 6), (10, 14), -9, -5),
+    ]
+    tiles = tuple(Tile(trim(band.q, band.k, -99, 99)) for band in bands)
+    (step,) = lower.lower(schedule_of([tiles]), VARLEN).forward.steps
+    assert [[call.q for call in launch.calls] for launch in step.launches] == [[(0, 2), (4, 6)], [(4, 6), (6, 8)]]
+    assert [call.fresh for call in step.calls] == [True, True, False, True]
+
+
+def test_a_window_of_more_rows_than_keys_is_a_launch_of_its_own():
+    """FlashAttention 2 misreads some of them, and would have to be given them in parts."""
+    wide, tall = trim((0, 4), (0, 6), -2, 1), trim((4, 10), (6, 10), -5, 0)
+    (step,) = lower.lower(schedule_of([(Tile(wide), Tile(tall), Tile(tall.shift(4, 4)))]), VARLEN).forward.steps
+    assert len(step.launches) == 3
 
 
 def test_tiles_of_different_batch_rows_and_heads_stay_apart():

@@ -99,14 +99,14 @@ def test_a_package_that_is_there_is_imported_only_when_it_is_chosen(chip, monkey
         (
             "flash3",
             "_flash_attn_backward",
-            lambda dout, q, k, v, out, lse, causal, window_size, softcap, deterministic: None,
+            lambda dout, q, k, v, out, lse, cu_seqlens_q, causal, window_size, softcap, deterministic: None,
             "is_causal",
             "flash_attn_3 of August 2025 or later",
         ),
         (
             "flash4",
             "_flash_attn_bwd",
-            lambda q, k, v, out, dout, lse, softmax_scale, softcap, window_size_left, deterministic: None,
+            lambda q, k, v, out, dout, lse, softmax_scale, softcap, window_size_left, cu_seqlens_q, deterministic: None,
             "dlse",
             "flash-attn-4 4.0.0b9 or later",
         ),

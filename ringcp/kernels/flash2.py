@@ -3,7 +3,8 @@
 Read in flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of v2.7.0 to v2.8.3 (and main, 2.8.4):
 operands (B, S, H, D) of one head dim, a multiple of 8 up to 256, dense in it; causality and windows count from the last
 row and the last key, -1 is no edge; a row that sees nothing has lse +inf; softcap 0.0 is none, both directions have it.
-There is no gradient through the lse: it is appended to dout as a column. Version 2.6 has other signatures.
+There is no gradient through the lse: it is appended to dout as a column. Its varlen functions take (T, H, D), and have
+the lse as (H, T). Version 2.6 has other signatures.
 
 Not yet run on a GPU. Tests run it on a stand-in of these signatures and conventions.
 """
@@ -19,6 +20,7 @@ from ringcp.kernels import launches, refusals
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import HALF
 from ringcp.kernels.package import Package
+from ringcp.kernels.packed import Packed
 from ringcp.kernels.windows import Window
 from ringcp.lower import Caps
 
@@ -28,6 +30,8 @@ PACKAGE = Package(
     takes=(
         ("_flash_attn_forward", ("window_size_left", "window_size_right", "softcap", "alibi_slopes", "return_softmax")),
         ("_flash_attn_backward", ("window_size_left", "window_size_right", "softcap", "alibi_slopes", "deterministic")),
+        ("_flash_attn_varlen_forward", ("cu_seqlens_q", "window_size_left", "softcap", "return_softmax")),
+        ("_flash_attn_varlen_backward", ("cu_seqlens_q", "window_size_left", "softcap", "deterministic")),
     ),
     wanted="flash-attn 2.7 or 2.8",
 )
@@ -38,7 +42,7 @@ class Flash2:
     """fp16 and bf16; any band; GQA without repeats; softcap; deterministic if torch asks for it."""
 
     name = "flash2"
-    caps = Caps(causal="bottom_right", band="any")
+    caps = Caps(causal="bottom_right", band="any", varlen=True)
     switch = "flash"
 
     def refusals(self, problem: Problem) -> list[str]:
@@ -57,25 +61,7 @@ class Flash2:
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert allowed is None, "refused"
-        flash = PACKAGE.load()
-
-        def launch(q_BMHW: Tensor, k_BNHW: Tensor, v_BNHW: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
-            out_BMHW, lse_BHM, *_ = flash._flash_attn_forward(
-                q_BMHW,
-                k_BNHW,
-                v_BNHW,
-                dropout_p=0.0,
-                softmax_scale=scale,
-                causal=seen.is_causal,
-                window_size_left=-1 if seen.left is None else seen.left,
-                window_size_right=-1 if seen.right is None else seen.right,
-                softcap=softcap or 0.0,
-                alibi_slopes=None,
-                return_softmax=False,
-            )
-            return out_BMHW, lse_BHM.masked_fill(lse_BHM == torch.inf, -torch.inf)
-
-        return launches.forward(launch, launches.in_parts(q.shape[2], k.shape[2], form), q, k, v)
+        return launches.forward(_forward(scale, softcap), launches.in_parts(q.shape[2], k.shape[2], form), q, k, v)
 
     def backward(
         self,
@@ -93,39 +79,85 @@ class Flash2:
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert allowed is None, "refused"
-        flash = PACKAGE.load()
-
-        def launch(
-            dout_BMHW: Tensor,
-            q_BMHW: Tensor,
-            k_BNHW: Tensor,
-            v_BNHW: Tensor,
-            out_BMHW: Tensor,
-            lse: Tensor,
-            seen: Window,
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            dq, dk, dv = (torch.empty_like(x) for x in (q_BMHW, k_BNHW, v_BNHW))
-            flash._flash_attn_backward(
-                dout_BMHW,
-                q_BMHW,
-                k_BNHW,
-                v_BNHW,
-                out_BMHW,
-                lse,
-                dq,
-                dk,
-                dv,
-                dropout_p=0.0,
-                softmax_scale=scale,
-                causal=seen.is_causal,
-                window_size_left=-1 if seen.left is None else seen.left,
-                window_size_right=-1 if seen.right is None else seen.right,
-                softcap=softcap or 0.0,
-                alibi_slopes=None,
-                deterministic=torch.are_deterministic_algorithms_enabled(),
-                rng_state=None,
-            )
-            return dq, dk, dv
-
         parts = launches.in_parts(q.shape[2], k.shape[2], form)
-        return launches.backward(launch, parts, dout, q, k, v, out, lse, dlse)
+        return launches.backward(_backward(scale, softcap), parts, dout, q, k, v, out, lse, dlse)
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, *, packed: Packed, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return launches.forward_packed(_forward(scale, softcap, packed), packed.window, q, k, v)
+
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        *,
+        packed: Packed,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        launch = _backward(scale, softcap, packed)
+        return launches.backward_packed(launch, packed.window, dout, q, k, v, out, lse, dlse)
+
+
+def _forward(scale: float, softcap: float | None, packed: Packed | None = None) -> launches.ForwardLaunch:
+    flash = PACKAGE.load()
+    function = flash._flash_attn_forward if packed is None else flash._flash_attn_varlen_forward
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = function(
+            q,
+            k,
+            v,
+            **({} if packed is None else packed.arguments),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=seen.is_causal,
+            window_size_left=-1 if seen.left is None else seen.left,
+            window_size_right=-1 if seen.right is None else seen.right,
+            softcap=softcap or 0.0,
+            alibi_slopes=None,
+            return_softmax=False,
+        )
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf)
+
+    return launch
+
+
+def _backward(scale: float, softcap: float | None, packed: Packed | None = None) -> launches.BackwardLaunch:
+    flash = PACKAGE.load()
+    function = flash._flash_attn_backward if packed is None else flash._flash_attn_varlen_backward
+
+    def launch(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Window
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        function(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            dk,
+            dv,
+            **({} if packed is None else packed.arguments),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=seen.is_causal,
+            window_size_left=-1 if seen.left is None else seen.left,
+            window_size_right=-1 if seen.right is None else seen.right,
+            softcap=softcap or 0.0,
+            alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            rng_state=None,
+        )
+        return dq, dk, dv
+
+    return launch

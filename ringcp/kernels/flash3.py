@@ -4,7 +4,8 @@ Read in hopper/flash_attn_interface.py, flash_api.cpp, mask.h and flash_bwd_prep
 August 2026), whose two signatures are those from 5e114d53 (August 2025) on: operands (B, S, H, D), head dims that are
 multiples of 8 up to 256, dense in it; causality and windows count from the last row and the last key, -1 is no edge,
 and no edge is misread; a row that sees nothing has lse -inf; softcap 0.0 is none, both directions have it. There is no
-gradient through the lse: it is appended to dout as a column. Deterministic up to head dim 192.
+gradient through the lse: it is appended to dout as a column. Deterministic up to head dim 192. With cu_seqlens it takes
+(T, H, D), and has the lse as (H, T).
 
 Another head dim of v is taken in few pairs only (192 with 128, up to 64 with any): v is padded to that of q instead.
 
@@ -22,6 +23,7 @@ from ringcp.kernels import launches, refusals
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import HALF
 from ringcp.kernels.package import Package
+from ringcp.kernels.packed import Packed
 from ringcp.kernels.windows import Window
 from ringcp.lower import Caps
 
@@ -31,8 +33,8 @@ PACKAGE = Package(
     "flash_attn_3",
     "flash_attn_interface",
     takes=(
-        ("_flash_attn_forward", ("softmax_scale", "causal", "window_size_left", "window_size_right", "softcap")),
-        ("_flash_attn_backward", ("softmax_scale", "is_causal", "window_size_left", "softcap", "deterministic")),
+        ("_flash_attn_forward", ("softmax_scale", "causal", "window_size_left", "softcap", "cu_seqlens_q")),
+        ("_flash_attn_backward", ("softmax_scale", "is_causal", "window_size_left", "deterministic", "cu_seqlens_q")),
     ),
     wanted="flash_attn_3 of August 2025 or later",
 )
@@ -43,7 +45,7 @@ class Flash3:
     """fp16 and bf16; any band; GQA without repeats; softcap; deterministic if torch asks for it."""
 
     name = "flash3"
-    caps = Caps(causal="bottom_right", band="any")
+    caps = Caps(causal="bottom_right", band="any", varlen=True)
     switch = "flash"
 
     def refusals(self, problem: Problem) -> list[str]:
@@ -64,22 +66,7 @@ class Flash3:
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert allowed is None, "refused"
-        flash = PACKAGE.load()
-
-        def launch(q_BMHW: Tensor, k_BNHW: Tensor, v_BNHW: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
-            out_BMHW, lse_BHM, *_ = flash._flash_attn_forward(
-                q_BMHW,
-                k_BNHW,
-                v_BNHW,
-                softmax_scale=scale,
-                causal=seen.is_causal,
-                window_size_left=-1 if seen.left is None else seen.left,
-                window_size_right=-1 if seen.right is None else seen.right,
-                softcap=softcap or 0.0,
-            )
-            return out_BMHW, lse_BHM
-
-        return launches.forward(launch, launches.in_one(q.shape[2], k.shape[2], form), q, k, v)
+        return launches.forward(_forward(scale, softcap), launches.in_one(q.shape[2], k.shape[2], form), q, k, v)
 
     def backward(
         self,
@@ -97,37 +84,78 @@ class Flash3:
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert allowed is None, "refused"
-        flash = PACKAGE.load()
-
-        def launch(
-            dout_BMHW: Tensor,
-            q_BMHW: Tensor,
-            k_BNHW: Tensor,
-            v_BNHW: Tensor,
-            out_BMHW: Tensor,
-            lse: Tensor,
-            seen: Window,
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            can = q_BMHW.shape[-1] <= _DETERMINISTIC_DIM
-            dq, dk, dv = (torch.empty_like(x) for x in (q_BMHW, k_BNHW, v_BNHW))
-            flash._flash_attn_backward(
-                dout_BMHW,
-                q_BMHW,
-                k_BNHW,
-                v_BNHW,
-                out_BMHW,
-                lse,
-                dq=dq,
-                dk=dk,
-                dv=dv,
-                softmax_scale=scale,
-                is_causal=seen.is_causal,
-                window_size_left=-1 if seen.left is None else seen.left,
-                window_size_right=-1 if seen.right is None else seen.right,
-                softcap=softcap or 0.0,
-                deterministic=can and torch.are_deterministic_algorithms_enabled(),
-            )
-            return dq, dk, dv
-
         parts = launches.in_one(q.shape[2], k.shape[2], form)
-        return launches.backward(launch, parts, dout, q, k, v, out, lse, dlse)
+        return launches.backward(_backward(scale, softcap), parts, dout, q, k, v, out, lse, dlse)
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, *, packed: Packed, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return launches.forward_packed(_forward(scale, softcap, packed), packed.window, q, k, v)
+
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        *,
+        packed: Packed,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        launch = _backward(scale, softcap, packed)
+        return launches.backward_packed(launch, packed.window, dout, q, k, v, out, lse, dlse)
+
+
+def _forward(scale: float, softcap: float | None, packed: Packed | None = None) -> launches.ForwardLaunch:
+    flash = PACKAGE.load()
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = flash._flash_attn_forward(
+            q,
+            k,
+            v,
+            **({} if packed is None else packed.arguments),
+            softmax_scale=scale,
+            causal=seen.is_causal,
+            window_size_left=-1 if seen.left is None else seen.left,
+            window_size_right=-1 if seen.right is None else seen.right,
+            softcap=softcap or 0.0,
+        )
+        return out, lse
+
+    return launch
+
+
+def _backward(scale: float, softcap: float | None, packed: Packed | None = None) -> launches.BackwardLaunch:
+    flash = PACKAGE.load()
+
+    def launch(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Window
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        can = q.shape[-1] <= _DETERMINISTIC_DIM
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        flash._flash_attn_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            **({} if packed is None else packed.arguments),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=scale,
+            is_causal=seen.is_causal,
+            window_size_left=-1 if seen.left is None else seen.left,
+            window_size_right=-1 if seen.right is None else seen.right,
+            softcap=softcap or 0.0,
+            deterministic=can and torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+    return launch

@@ -1,6 +1,8 @@
-"""FlashAttention's calls: (B, S, H, D) operands of one head dim, one launch for each part of a band, the parts joined.
+"""FlashAttention's calls: (B, S, H, D) operands of one head dim, one launch for each part of a band, the parts joined;
+or (T, H, D) operands of sequences side by side, in one launch.
 
-Shapes: B batch, H heads, M query rows, N keys, D head dim of q and k, Dv of v, W padded head dim.
+Shapes: B batch, H heads, M query rows, N keys, D head dim of q and k, Dv of v, W padded head dim; T query rows and U
+keys of all sequences.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from ringcp.kernels.operands import aligned, padded, shared_width, with_lse_grad
 from ringcp.kernels.windows import Window, form_of, split, window
 
 ForwardLaunch = Callable[[Tensor, Tensor, Tensor, Window], tuple[Tensor, Tensor]]
-"""out (B, M, H, W) and lse (B, H, M) from q, k, v."""
+"""out (B, M, H, W) and lse (B, H, M) from q, k, v; or out (T, H, W) and lse (H, T)."""
 
 BackwardLaunch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Window], tuple[Tensor, Tensor, Tensor]]
-"""dq, dk, dv (B, S, H, W) from dout, q, k, v, out and a contiguous lse."""
+"""dq, dk, dv from dout, q, k, v, out, all (B, S, H, W) or all (S, H, W), and a contiguous lse."""
 
 
 class Part(NamedTuple):
@@ -88,6 +90,38 @@ def backward(
         dkvs.append([x.transpose(1, 2) for x in dkv])
     dk_BHNW, dv_BHNW = dkvs[0] if len(parts) == 1 else _summed(dkvs, [part.k for part in parts], k_BHND.shape[2])
     return _joined(dqs), dk_BHNW[..., :dim], dv_BHNW[..., :value_dim]
+
+
+def forward_packed(
+    launch: ForwardLaunch, seen: Window, q_THD: Tensor, k_UHD: Tensor, v_UHE: Tensor
+) -> tuple[Tensor, Tensor]:
+    """out (T, H, Dv) and lse (H, T)."""
+    value_dim = v_UHE.shape[-1]
+    width = shared_width(q_THD.shape[-1], value_dim, None, q_THD.dtype)
+    q_THW, k_UHW, v_UHW = (aligned(padded(x, width)) for x in (q_THD, k_UHD, v_UHE))
+    out_THW, lse_HT = launch(q_THW, k_UHW, v_UHW, seen)
+    return out_THW[..., :value_dim], lse_HT
+
+
+def backward_packed(
+    launch: BackwardLaunch,
+    seen: Window,
+    dout_THE: Tensor,
+    q_THD: Tensor,
+    k_UHD: Tensor,
+    v_UHE: Tensor,
+    out_THE: Tensor,
+    lse_HT: Tensor,
+    dlse_HT: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, in the shapes of q, k and v."""
+    dim, value_dim, dtype = q_THD.shape[-1], v_UHE.shape[-1], q_THD.dtype
+    width = shared_width(dim, value_dim, dlse_HT, dtype)
+    q_THW, k_UHW, v_UHW = (aligned(padded(x, width)) for x in (q_THD, k_UHD, v_UHE))
+    wider = with_lse_grad(dout_THE, out_THE, None if dlse_HT is None else dlse_HT.mT, width, dtype)
+    dout_THW, out_THW = (aligned(x) for x in wider)
+    dq, dk, dv = launch(dout_THW, q_THW, k_UHW, v_UHW, out_THW, lse_HT.contiguous(), seen)
+    return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

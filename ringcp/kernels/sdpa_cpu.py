@@ -42,7 +42,8 @@ class SdpaFlashCpu:
     # A window of 1024 tokens on one thread, by rows of a strip: 64, 128, 192 and 256 reach 71, 68, 66 and 56 GFLOP/s in
     # fp32 forward, 82, 76, 69 and 65 in its backward; in bf16 70, 64, 65 and 62, and in its backward 69, 66, 83 and 81,
     # where triangles reach 98.
-    caps = Caps("top_left", "mask", Strips(64), Strips(64), half=Caps("top_left", "mask", Strips(64), Strips(192, 768)))
+    _half = Caps("top_left", "mask", forward=Strips(64), backward=Strips(192, triangles=768))
+    caps = Caps("top_left", "mask", forward=Strips(64), backward=Strips(64), half=_half)
     switch = "flash"
 
     def refusals(self, problem: Problem) -> list[str]:

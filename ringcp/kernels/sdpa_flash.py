@@ -1,12 +1,13 @@
 """Kernel "sdpa_flash": FlashAttention 2 inside torch, by the ops under SDPA that take windows.
 
 The ops want (B, S, H, D) operands with one head dim, a multiple of 8 up to 256, rows at multiples of 16 bytes, and a
-contiguous lse (B, H, M). Causality and windows count from the last row and the last key.
+contiguous lse (B, H, M); of sequences side by side (T, H, D) operands and an lse (H, T). Causality and windows count
+from the last row and the last key.
 
 Written from the schemas and headers of torch 2.13 and C++ sources of about that time, for torch 2.11 to 2.14; not
 yet run on a GPU. Tests run it on a stand-in that wants the same, which takes the place of the ops through the fields.
 
-Shapes: B batch, H query heads, M query rows, N keys, D head dim of q and k, Dv of v, W padded head dim.
+Shapes: B batch, H query heads, M query rows, D head dim, T query rows of all sequences.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from ringcp.kernels import launches, refusals
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import HALF
+from ringcp.kernels.packed import Packed
 from ringcp.kernels.windows import Window
 from ringcp.lower import Caps
 
@@ -35,7 +37,7 @@ class SdpaFlash:
     backward_op: Callable[..., Any] = _aten._flash_attention_backward.default
 
     name = "sdpa_flash"
-    caps = Caps(causal="bottom_right", band="any")
+    caps = Caps(causal="bottom_right", band="any", varlen=True)
     switch = "flash"
 
     def refusals(self, problem: Problem) -> list[str]:
@@ -58,15 +60,7 @@ class SdpaFlash:
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert (softcap, allowed) == (None, None), "refused"
-
-        def launch(q_BMHW: Tensor, k_BNHW: Tensor, v_BNHW: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
-            out_BMHW, lse_BHM, *_ = self.forward_op(
-                q_BMHW, k_BNHW, v_BNHW, None, None, q_BMHW.shape[1], k_BNHW.shape[1], 0.0, seen.is_causal, False,
-                scale=scale, window_size_left=seen.left, window_size_right=seen.right,
-            )  # fmt: skip
-            return out_BMHW, lse_BHM
-
-        return launches.forward(launch, launches.in_parts(q.shape[2], k.shape[2], form), q, k, v)
+        return launches.forward(self._forward(scale), launches.in_parts(q.shape[2], k.shape[2], form), q, k, v)
 
     def backward(
         self,
@@ -84,25 +78,60 @@ class SdpaFlash:
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert (softcap, allowed) == (None, None), "refused"
-        # The op wants the state of a random generator that it reads only for dropout.
-        rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
-        unused = torch.empty((), dtype=torch.uint64, device=q.device)
+        parts = launches.in_parts(q.shape[2], k.shape[2], form)
+        return launches.backward(self._backward(scale, q.device), parts, dout, q, k, v, out, lse, dlse)
 
-        def launch(
-            dout_BMHW: Tensor,
-            q_BMHW: Tensor,
-            k_BNHW: Tensor,
-            v_BNHW: Tensor,
-            out_BMHW: Tensor,
-            lse: Tensor,
-            seen: Window,
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            dq_BMHW, dk_BNHW, dv_BNHW = self.backward_op(
-                dout_BMHW, q_BMHW, k_BNHW, v_BNHW, out_BMHW, lse, None, None, q_BMHW.shape[1], k_BNHW.shape[1], 0.0,
-                seen.is_causal, rng_state, unused,
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, *, packed: Packed, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert softcap is None, "refused"
+        return launches.forward_packed(self._forward(scale, packed), packed.window, q, k, v)
+
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        *,
+        packed: Packed,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert softcap is None, "refused"
+        launch = self._backward(scale, q.device, packed)
+        return launches.backward_packed(launch, packed.window, dout, q, k, v, out, lse, dlse)
+
+    def _forward(self, scale: float, packed: Packed | None = None) -> launches.ForwardLaunch:
+        def launch(q: Tensor, k: Tensor, v: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
+            out, lse, *_ = self.forward_op(
+                q, k, v, *_sequences(q, k, packed), 0.0, seen.is_causal, False,
                 scale=scale, window_size_left=seen.left, window_size_right=seen.right,
             )  # fmt: skip
-            return dq_BMHW, dk_BNHW, dv_BNHW
+            return out, lse
 
-        parts = launches.in_parts(q.shape[2], k.shape[2], form)
-        return launches.backward(launch, parts, dout, q, k, v, out, lse, dlse)
+        return launch
+
+    def _backward(self, scale: float, device: torch.device, packed: Packed | None = None) -> launches.BackwardLaunch:
+        # The op wants the state of a random generator that it reads only for dropout.
+        rng_state = torch.empty(2, dtype=torch.uint64, device=device)
+        unused = torch.empty((), dtype=torch.uint64, device=device)
+
+        def launch(
+            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Window
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            dq, dk, dv = self.backward_op(
+                dout, q, k, v, out, lse, *_sequences(q, k, packed), 0.0, seen.is_causal, rng_state, unused,
+                scale=scale, window_size_left=seen.left, window_size_right=seen.right,
+            )  # fmt: skip
+            return dq, dk, dv
+
+        return launch
+
+
+def _sequences(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Where they start and how long they are; those of (B, S, H, D) operands are as long as S."""
+    return (None, None, q.shape[1], k.shape[1]) if packed is None else packed[:4]

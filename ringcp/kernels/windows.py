@@ -24,8 +24,7 @@ class Window(NamedTuple):
 
 def window(m: int, n: int, form: Form) -> Window:
     """The arguments for `form` on m rows and n keys."""
-    left = None if form.hi is None else form.hi + n - m
-    right = None if form.lo is None else -form.lo - (n - m)
+    left, right = form.from_the_end(m, n)
     # Both hold in a trimmed band; a negative edge would be taken for none.
     assert left is None or left >= 0, f"key {n - 1} of {m} x {n} {form} meets no row"
     assert right is None or right >= 0, f"row {m - 1} of {m} x {n} {form} meets no key"
