@@ -401,6 +401,15 @@ def test_tiles_that_share_keys_or_query_rows_are_launches_of_their_own():
     assert [call.fresh for call in step.calls] == [True, True, False, True]
 
 
+def test_rows_of_a_launch_are_joined_where_they_are_written_alike():
+    """Rows 0 and 1 have been written in the first step: the second merges into them, and writes rows 2 to 5."""
+    ranges = [((0, 2), (0, 4))], [((0, 2), (6, 8)), ((2, 4), (8, 11)), ((4, 6), (11, 17))]
+    steps = [tuple(Tile(trim(q, k, -99, 99)) for q, k in of_step) for of_step in ranges]
+    (cell,) = lower.lower(schedule_of(steps), VARLEN).forward.steps[1].launches[0].cells
+    assert [(call.q, call.fresh) for call in cell.rows] == [((0, 2), False), ((2, 6), True)]
+    assert [call.k for call in cell.keys] == [(6, 17)]
+
+
 def test_a_window_of_more_rows_than_keys_is_a_launch_of_its_own():
     """FlashAttention 2 misreads some of them, and would have to be given them in parts."""
     wide, tall = trim((0, 4), (0, 6), -2, 1), trim((4, 10), (6, 10), -5, 0)
