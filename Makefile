@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test matrix examples lint format clean
+.PHONY: help install demo test matrix examples bench lint format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -29,6 +29,9 @@ matrix: $(STAMP)  ## run the rest of the tests: every mode, predicates, and each
 
 examples: $(STAMP)  ## run the examples and the commands of the README, and check what they say
 	$(BIN)/python -m pytest -m examples $(ARGS)
+
+bench: $(STAMP)  ## 12 cases in ten minutes; SUITE=full: all, under 100 minutes, can be stopped and resumed; ARGS="--only window"
+	$(BIN)/python benchmarks/bench.py --suite $(or $(SUITE),quick) $(ARGS)
 
 lint: $(STAMP)  ## ruff, formatting, mypy, import contracts
 	$(BIN)/ruff check .
