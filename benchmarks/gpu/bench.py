@@ -128,7 +128,9 @@ class Bench:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         except Exception as error:
-            raise DeviceLost(f"the GPU no longer answers after an error, and the rest was left out ({error})") from error
+            raise DeviceLost(
+                f"the GPU no longer answers after an error, and the rest was left out ({error})"
+            ) from error
 
 
 def serve(connection: Connection, orders: Orders, function: Callable[..., None], args: tuple[Any, ...]) -> None:

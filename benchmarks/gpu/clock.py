@@ -65,7 +65,9 @@ def timed(clock: Clock, work: Any) -> Times:
     return Times(clock.between(start, middle), clock.between(middle, end), host)
 
 
-def rounds(clock: Clock, works: Sequence[Any], seconds: float, most: int, left: Callable[[], float]) -> list[list[Times]]:
+def rounds(
+    clock: Clock, works: Sequence[Any], seconds: float, most: int, left: Callable[[], float]
+) -> list[list[Times]]:
     """The times of each, round by round, in turn and every other round backwards; as many rounds as take `seconds`, at
     least three (one if there is no time `left`), at most `most`. Everything has to have run before.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -40,6 +39,7 @@ def _equal(bench: Bench, mesh: DeviceMesh, backend: str) -> Found:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: ringcp.Mask) -> tuple[Tensor, Tensor]:
         out = ringcp.attention(q * 2, k, v, mesh=mesh, mask=mask, layout=layout)
+        assert isinstance(out, Tensor)
         return out, out.new_empty(0)
 
     torch._dynamo.reset()

@@ -94,9 +94,9 @@ def graded(given: Tensors, attend: Callable[[Tensor, Tensor, Tensor], tuple[Tens
     """out, lse, dq, dk and dv."""
     leaves = [x.detach().requires_grad_() for x in given[:3]]
     out, lse = attend(*leaves)
-    outputs, upstream = (out,), [given.dout.to(out.dtype)]
+    outputs, upstream = [out], [given.dout.to(out.dtype)]
     if given.dlse is not None:
-        outputs, upstream = (out, lse), [*upstream, given.dlse.to(lse.dtype)]
+        outputs, upstream = [out, lse], [*upstream, given.dlse.to(lse.dtype)]
     grads = torch.autograd.grad(outputs, leaves, upstream)
     return dict(zip(("out", "lse", *NAMES[1:]), (out.detach(), lse.detach(), *grads), strict=True))
 
@@ -145,7 +145,9 @@ def _rounded(q: Tensor, k: Tensor, v: Tensor, mask: ringcp.Mask, seen: Tensor) -
 
 
 class Tally:
-    """What the cases of a row have come to. ratios: of an error to that of one call, the largest for each tensor."""
+    """What the cases of a row have come to. ratios: of the error's L2 norm to that of one call's, the largest for each
+    tensor.
+    """
 
     def __init__(self) -> None:
         self.right = self.refused = self.late = 0
@@ -202,11 +204,12 @@ class Exactness:
             got = self._run(case, given, world_size, mode)
             for part in NAMES:
                 exact, one_call = want.exact[part], want.one_call[part]
-                tally.ratios[part] = max(tally.ratios[part], _largest(got[part], exact) / _largest(one_call, exact))
+                tally.ratios[part] = max(tally.ratios[part], _norm(got[part], exact) / _norm(one_call, exact))
             for part in NAMES:
                 assert_close(got[part], want.exact[part], baseline=want.one_call[part], name=part)
-            error = _largest(got["lse"], want.exact["lse"]) if case.through_lse else 0.0
-            assert error <= LSE_BOUND, f"lse: error {error:.3e} is above {LSE_BOUND:.0e}"
+            if case.through_lse:
+                error = _errors(got["lse"], want.exact["lse"]).max().item()
+                assert error <= LSE_BOUND, f"lse: error {error:.3e} is above {LSE_BOUND:.0e}"
             tally.right += 1
         except UnsupportedError:
             tally.refused += 1
@@ -275,7 +278,10 @@ def refusals(kernel: str, device: torch.device, dtype: torch.dtype = torch.bfloa
     return KERNELS[kernel].refusals(problem)
 
 
-def _largest(x: Tensor, exact: Tensor) -> float:
-    """The largest error; at least a tiny one, so that it divides."""
-    same = x == exact  # infinities
-    return max((x.double() - exact).abs().masked_fill(same, 0.0).max().item(), 1e-30)
+def _errors(x: Tensor, exact: Tensor) -> Tensor:
+    return (x.double() - exact).abs().masked_fill(x == exact, 0.0)  # equal infinities are none
+
+
+def _norm(x: Tensor, exact: Tensor) -> float:
+    """Of the error; at least a tiny one, so that it divides."""
+    return max(_errors(x, exact).norm().item(), 1e-30)

@@ -1,9 +1,11 @@
-"""What is believed of CUDA kernels from their sources, asked on the GPU: each row is a question, and says the answer."""
+"""What is believed of CUDA kernels from their sources, asked on the GPU: each row is a question and says the answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,9 @@ from benchmarks.gpu.exactness import refusals
 from benchmarks.gpu.one_rank import Attention, Shape
 from ringcp.kernels.base import Form, Kernel
 from ringcp.kernels.registry import KERNELS
+from ringcp.kernels.sdpa_cudnn import SdpaCudnn
+from ringcp.kernels.sdpa_efficient import SdpaEfficient
+from ringcp.kernels.sdpa_flash import SdpaFlash
 from ringcp.merge import merge_
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -31,6 +36,9 @@ def facts(bench: Bench) -> None:
                 bench.check(f"{name}: some rows alone, bits", partial(_rows_alone, bench, kernel))
         bench.check(f"{name}: +inf in backward", partial(_dead_rows, bench, kernel, torch.inf))
         bench.check(f"{name}: -inf in backward", partial(_dead_rows, bench, kernel, -torch.inf))
+    for name, convention in CONVENTIONS.items():
+        if not refusals(name, bench.device):
+            bench.check(f"{name}: {convention.__doc__}", partial(convention, KERNELS[name], bench.device))
     bench.check("merge of one block", partial(_merge, bench))
 
 
@@ -89,10 +97,37 @@ def _dead_rows(bench: Bench, kernel: Kernel, lse_of_dead: float) -> Found:
     lse[:, :, dead] = lse_of_dead
     dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, None, form=Form(), scale=scale)
     finite = all(bool(x.isfinite().all()) for x in (dq, dk, dv))
-    zero = not dq[:, :, dead].any().item()
-    said = f"dq of dead rows {'zero' if zero else 'not zero'}, gradients {'finite' if finite else 'not finite'}"
-    assert lse_of_dead < 0 or (zero and finite), said
+    zero = _zero(dq[:, :, dead])
+    said = f"dq of dead rows {zero}, gradients {'finite' if finite else 'not finite'}"
+    assert lse_of_dead < 0 or (zero == "zero" and finite), said
     return Found({}, said, "info" if lse_of_dead < 0 else "ok")
+
+
+def _lse_of_blind_rows(kernel: SdpaFlash, device: torch.device) -> Found:
+    """lse of rows that see nothing"""
+    q, k, v = torch.randn(3, 1, 96, 2, 64, device=device, dtype=torch.bfloat16)
+    k, v = k[:, :32].contiguous(), v[:, :32].contiguous()
+    out, lse, *_ = kernel.forward_op(q, k, v, None, None, 96, 32, 0.0, True, False, scale=0.125)
+    # Causality counts from the last row: the first 64 rows see no key.
+    return Found({}, f"lse {sorted(set(lse[0, :, :64].flatten().tolist()))}, out {_zero(out[:, :64])}", "info")
+
+
+def _lse_shape(kernel: SdpaCudnn | SdpaEfficient, device: torch.device) -> Found:
+    """shape of the lse of 67 rows"""
+    q = torch.randn(1, 2, 67, 64, device=device, dtype=torch.bfloat16)
+    _, lse, *_ = kernel.forward_op(q, q, q, None, True, 0.0, False, scale=0.125)
+    return Found({}, f"{tuple(lse.shape)} {lse.dtype}", "info")
+
+
+def _zero(x: Tensor) -> str:
+    return "not zero" if x.any().item() else "zero"
+
+
+CONVENTIONS: Mapping[str, Callable[[Any, torch.device], Found]] = {
+    "sdpa_flash": _lse_of_blind_rows,
+    "sdpa_cudnn": _lse_shape,
+    "sdpa_efficient": _lse_shape,
+}
 
 
 def _merge(bench: Bench) -> Found:

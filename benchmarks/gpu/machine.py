@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.bench import Bench, Found
-from ringcp.kernels.registry import KERNELS
 from benchmarks.gpu.exactness import refusals
+from ringcp.kernels.registry import KERNELS
 
 
 def machine(bench: Bench) -> None:

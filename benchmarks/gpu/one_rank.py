@@ -14,9 +14,11 @@ from ringcp.executor import drive
 from ringcp.kernels.base import Form, Kernel
 from ringcp.layout import Layout
 from ringcp.modes import Choice, Mode
-from ringcp.runs import gather_of, make_run
+from ringcp.runs import Run, gather_of, make_run
 from ringcp.schedule import Heads
 from ringcp.transport import Parcel
+
+CAUSAL = Form(lo=0)
 
 
 class NoWires:
@@ -83,7 +85,7 @@ class OneCall:
 
     kernel: Kernel
     given: Attention
-    form: Form = Form(lo=0)
+    form: Form = CAUSAL
 
     def forward(self) -> tuple[Tensor, Tensor]:
         q, k, v, _ = self.given
@@ -113,7 +115,7 @@ class OneRank:
         grads = drive(self._run().backward(self.given.dout, None, *self.given[:3], out, lse))
         return tuple(grad.to(self._shape.dtype) for grad in grads)
 
-    def _run(self):
+    def _run(self) -> Run:
         shape = self._shape
         gather = gather_of(self.given.k, self.given.v, shape.seq_len, None)
         heads = Heads(shape.q_heads, shape.kv_heads)

@@ -75,7 +75,9 @@ def _checks(bench: Bench, mesh: DeviceMesh) -> None:
         for case in CASES[:3] if bench.smoke else CASES[:7]:
             bench.check(f"{mode}: {case.name}", partial(exact, case, mesh, mode=mode))
     bench.check("ring, with a vote", partial(exact, causal, mesh, mode="ring", agree="call"))
-    bench.check("a mismatch raises", lambda: _mismatch(bench, mesh, _local(whole(causal)[0], layout, bench.rank), layout))
+    bench.check(
+        "a mismatch raises", lambda: _mismatch(bench, mesh, _local(whole(causal)[0], layout, bench.rank), layout)
+    )
     bench.check("a call after the mismatch", partial(exact, causal, mesh, mode="ring", agree="call"))
     bench.check("context_parallel", lambda: _in_context(bench, mesh, layout, *whole(causal)))
     bench.check("compiled, fullgraph", lambda: _compiled(mesh, _local(whole(causal)[0], layout, bench.rank), layout))
@@ -93,12 +95,13 @@ def _hold(bench: Bench, layout: Layout, got: dict[str, Tensor], want: Expected) 
 
 
 def _mismatch(bench: Bench, mesh: DeviceMesh, local: Tensors, layout: Layout) -> Found:
+    said = ""
     try:
         ringcp.attention(*local[:3], mesh=mesh, layout=layout, scale=0.5 + bench.rank, agree="call")
     except ringcp.AgreementError as error:
-        assert "scale" in str(error), f"the error does not name the scale: {error}"
-        return Found({}, str(error))
-    raise AssertionError("two ranks with different scales were not noticed")
+        said = str(error)
+    assert "scale=1.5, not scale=0.5" in said, f"expected an error about two scales, got {said or 'none'}"
+    return Found({}, said)
 
 
 def _in_context(bench: Bench, mesh: DeviceMesh, layout: Layout, given: Tensors, want: Expected) -> Found:
@@ -109,13 +112,16 @@ def _in_context(bench: Bench, mesh: DeviceMesh, layout: Layout, given: Tensors, 
     exact, one_call = (layout.shard(x["out"], bench.rank, 2) for x in want)
     assert_close(out.detach(), exact, baseline=one_call, name="out")
     for name, leaf in zip(NAMES[1:], leaves, strict=True):
+        assert leaf.grad is not None, f"{name}: no gradient"
         assert_close(leaf.grad, want.exact[name], baseline=want.one_call[name], name=name)
     return Found({})
 
 
 def _compiled(mesh: DeviceMesh, local: Tensors, layout: Layout) -> Found:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ringcp.attention(q * 2, k, v, mesh=mesh, mask=ringcp.Causal(), layout=layout)
+        out = ringcp.attention(q * 2, k, v, mesh=mesh, mask=ringcp.Causal(), layout=layout)
+        assert isinstance(out, Tensor)
+        return out
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*local[:3]), attend(*local[:3])), "out differs from eager code"

@@ -13,7 +13,6 @@ from benchmarks.gpu.bench import Bench, Found
 from benchmarks.gpu.exactness import refusals
 from benchmarks.gpu.one_rank import Attention, OneCall, OneRank, Shape
 from benchmarks.memory import Layer
-from ringcp.kernels.base import Form
 from ringcp.kernels.registry import KERNELS
 
 # A peak may be this much above the formula and what one call of the kernel takes.
@@ -28,19 +27,18 @@ def peaks(bench: Bench) -> None:
     for world_size in (2, 4) if bench.smoke else (2, 4, 8):
         shape = Shape(tokens, world_size, *heads, dim, torch.bfloat16)
         for direction in ("forward", "backward"):
-            bench.check(f"ring {direction}, {tokens} tokens x {world_size}", partial(_peak, bench, kernel, shape, direction))
+            bench.check(
+                f"ring {direction}, {tokens} tokens x {world_size}", partial(_peak, bench, kernel, shape, direction)
+            )
 
 
 def _peak(bench: Bench, kernel: str, shape: Shape, direction: str) -> Found:
     given = Attention.random(shape, bench.device)
     rank = OneRank("ring", shape, 1, KERNELS[kernel], given)
-    # The largest call of a causal ring: half of the rows or half of the keys, unmasked.
-    half = Attention(given.q, *(x[:, :, : shape.tokens // 2] for x in given[1:3]), given.dout)
-    call = OneCall(KERNELS[kernel], half, Form())
-    own = [_run(bench, work, direction) for work in (rank, call)]
+    call = OneCall(KERNELS[kernel], given)  # of the own block: no other one is larger
+    measured, of_call = (_run(bench, work, direction) for work in (rank, call))
     layer = Layer(shape.seq_len, shape.q_heads, shape.kv_heads, shape.head_dim)
     formula = getattr(layer, f"{direction}_buffers")(shape.world_size)
-    measured, of_call = own
     ratio = measured / (formula + of_call)
     values = {
         "MiB": measured / _MIB,
@@ -50,16 +48,17 @@ def _peak(bench: Bench, kernel: str, shape: Shape, direction: str) -> Found:
     }
     # A few rows on a CPU say nothing: what is small counts there too.
     assert bench.smoke or ratio <= BAR, f"expected at most {BAR} x (formula + one call), got {ratio:.2f}: {values}"
-    return Found(values, "beside inputs; ratio: to the formula and one call of the kernel", "info" if bench.smoke else "ok")
+    return Found(
+        values, "beside inputs; ratio: to the formula and one call of the kernel", "info" if bench.smoke else "ok"
+    )
 
 
 def _run(bench: Bench, work: Any, direction: str) -> int:
     """Bytes at most, beside the inputs."""
-    results = work.forward()
-    if direction == "backward":
-        return _allocated(bench, lambda: work.backward(*results))
-    del results
-    return _allocated(bench, work.forward)
+    if direction == "forward":
+        work.forward()  # what is made once is made before
+        return _allocated(bench, work.forward)
+    return _allocated(bench, partial(work.backward, *work.forward()))
 
 
 def _allocated(bench: Bench, function: Callable[[], Any]) -> int:

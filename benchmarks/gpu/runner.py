@@ -64,7 +64,7 @@ def run_part(part: Part, device: str, smoke: bool, allowed: float, show: Callabl
         show(row)
 
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as scratch:
-        ranks = []
+        ranks: list[_Rank] = []
         try:
             for rank in range(part.ranks):
                 ours, theirs = context.Pipe(duplex=False)
@@ -75,10 +75,10 @@ def run_part(part: Part, device: str, smoke: bool, allowed: float, show: Callabl
                 ranks.append(_Rank(process, ours))
             _listen(ranks, start + allowed, add)
         finally:
-            for rank in ranks:
-                rank.process.kill()
-                rank.process.join()
-                rank.connection.close()
+            for each in ranks:
+                each.process.kill()
+                each.process.join()
+                each.connection.close()
     result.seconds = time.monotonic() - start
     return result
 

@@ -8,6 +8,7 @@ counts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from benchmarks.gpu.one_rank import Attention, OneCall, OneRank, Shape
 from ringcp import executor
 from ringcp.kernels.base import Kernel
 from ringcp.kernels.registry import KERNELS
+from ringcp.merge import merge_
 from ringcp.modes import Mode
 
 TIMED_MODES: tuple[Mode, ...] = ("ring", "gather", "ulysses")
@@ -53,12 +55,12 @@ def speed(bench: Bench) -> None:
     clock = Clock(bench.device)
     fit = [name for name in KERNELS if name != "reference" and not refusals(name, bench.device, dim=128)]
     bench.check("torch SDPA, one call", lambda: _torchs_own(bench, clock))
-    reached: dict[str, _Mode] = {}
+    reached: dict[Mode, _Mode] = {}
     for setting in settings(bench.smoke):
         for name in fit[: setting.num_kernels]:
             label = f"{name} {setting.shape.tokens} tokens x {setting.shape.world_size}"
             modes: dict[Mode, _Mode] = {}
-            bench.check(f"{label}: one call", lambda s=setting, n=name, m=modes: _measure(bench, clock, s, KERNELS[n], m))
+            bench.check(f"{label}: one call", partial(_measure, bench, clock, setting, KERNELS[name], modes))
             for mode, of_mode in modes.items():
                 bench.report(Row(f"{label}: {mode}", "info", "", of_mode.values(), 0.0))
             if setting == settings(bench.smoke)[0] and name == fit[0]:
@@ -167,7 +169,7 @@ def _shares(clock: Clock, rank: OneRank) -> tuple[float, float, float]:
         backward=watch.around("kernel backward", kernel.backward),
     )
     try:
-        with patch.object(executor, "merge_", watch.around("merge", executor.merge_)):
+        with patch.object(executor, "merge_", watch.around("merge", merge_)):
             times = timed(clock, rank)
     finally:
         rank.kernel = kernel

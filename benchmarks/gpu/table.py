@@ -24,7 +24,9 @@ def table(results: Sequence[Result]) -> str:
     for part, *rest in (head, *cells):
         shown = "" if part == before else part
         before = part
-        lines.append("  ".join([*(x.ljust(w) for x, w in zip((shown, *rest[:2]), widths, strict=True)), rest[2]]).rstrip())
+        lines.append(
+            "  ".join([*(x.ljust(w) for x, w in zip((shown, *rest[:2]), widths, strict=True)), rest[2]]).rstrip()
+        )
     statuses = [row.status for result in results for row in result.rows]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
     return "\n".join([*lines, "", f"{len(statuses)} rows: {counts}"])
