@@ -27,7 +27,7 @@ LONG = 600.0
 
 def bench_here(rows, *, seconds=LONG, rank=0):
     """A part's side in this process, whose rows end in a list."""
-    orders = Orders("cpu", True, rank, time.monotonic() + seconds, "")
+    orders = Orders("cpu", True, rank, time.monotonic() + seconds, time.monotonic() + seconds, "")
     return Bench(orders, lambda message: rows.append(message[1]) if message[0] == "row" else None)
 
 
@@ -307,7 +307,9 @@ def test_on_cuda_time_is_the_streams_and_memory_the_allocators(monkeypatch):
     times = clock.timed(clock.Clock(torch.device("cuda")), here)
     assert (times.forward, times.backward) == (1e-3, 1e-3)
     assert fake.synchronized == 1
-    on_cuda = Bench(Orders("cuda", False, 0, time.monotonic() + LONG, ""), lambda message: None)
+    on_cuda = Bench(
+        Orders("cuda", False, 0, time.monotonic() + LONG, time.monotonic() + LONG, ""), lambda message: None
+    )
     assert peaks._allocated(on_cuda, lambda: None) == 64
     found = machine._device(on_cuda)
     assert (found.detail, found.values["capability"]) == ("a GPU", "9.0")
@@ -316,7 +318,9 @@ def test_on_cuda_time_is_the_streams_and_memory_the_allocators(monkeypatch):
 def test_a_lost_gpu_ends_the_part(monkeypatch):
     FakeCuda(monkeypatch)
     rows = []
-    on_cuda = Bench(Orders("cuda", False, 0, time.monotonic() + LONG, ""), lambda m: rows.append(m[1]))
+    on_cuda = Bench(
+        Orders("cuda", False, 0, time.monotonic() + LONG, time.monotonic() + LONG, ""), lambda m: rows.append(m[1])
+    )
     on_cuda.check("an error, and the GPU is there", raises(RuntimeError("out of memory")))
     monkeypatch.setattr(torch.cuda, "synchronize", raises(RuntimeError("illegal memory access")))
     with pytest.raises(bench.DeviceLost, match="illegal memory access"):
@@ -353,37 +357,37 @@ def test_facts_that_hold_on_a_cpu():
     assert "not finite" in said["sdpa_flash_cpu: -inf in backward"][1]
 
 
-@pytest.mark.timeout(480)
-def test_all_parts_by_the_command_with_torch_and_einops_alone(tmp_path):
+WRITTEN = {
+    "a": [("a sdpa_flash_cpu", "usp bf16"), ("a reference", "ring two runs, deterministic")],
+    "machine b c": [
+        ("machine", "device"),
+        *(("b speed", f"sdpa_flash_cpu 64 tokens x 2: {mode}") for mode in speed.TIMED_MODES),
+        ("c memory", "ring backward, 64 tokens x 4"),
+    ],
+    "d e": [("d two ranks", "a mismatch raises"), ("e compile", "fullgraph, aot_eager")],
+}
+
+
+@pytest.mark.parametrize("parts", WRITTEN)
+def test_the_command_needs_torch_and_einops_alone(parts, tmp_path):
     """numpy, rich and the like are not there; the JSON has what the table has; the exit status is 0."""
     for module in ("numpy", "rich", "matplotlib", "pytest", "hypothesis"):
         (tmp_path / f"{module}.py").write_text("raise ModuleNotFoundError('not installed here')\n")
+    words = ["--device", "cpu", "--smoke", "--budget-s", "1000", "--out", str(tmp_path / "new"), "--only"]
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--smoke", "--budget-s", "3000", "--out",
-         str(tmp_path / "new")],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=460,
+        [sys.executable, "benchmarks/gpu_check.py", *words, *parts.split()],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=110,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "new" / "gpu_check.json").read_text())
-    assert [part["name"] for part in written["parts"]] == [part.name for part in plan.plan("cpu")]
     rows = {(part["name"], row["name"]): row for part in written["parts"] for row in part["rows"]}
     wrong = {name: row["detail"] for name, row in rows.items() if row["status"] not in ("ok", "info", "skipped")}
     assert not wrong
-    assert [name for name, row in rows.items() if row["status"] == "skipped"] == [
-        ("d two ranks", "NCCL alone, votes over the store")
-    ]
-    for part, row in (
-        ("machine", "device"),
-        ("a sdpa_flash_cpu", "usp bf16"),
-        ("a reference", "ring two runs, deterministic"),
-        *(("b speed", f"sdpa_flash_cpu 64 tokens x 2: {mode}") for mode in speed.TIMED_MODES),
-        ("c memory", "ring backward, 64 tokens x 4"),
-        ("d two ranks", "a mismatch raises"),
-        ("e compile", "fullgraph, aot_eager"),
-        ("facts", "merge of one block"),
-    ):
-        assert (part, row) in rows
+    skipped = [name for (_, name), row in rows.items() if row["status"] == "skipped"]
+    assert skipped == (["NCCL alone, votes over the store"] if parts == "d e" else [])
+    assert set(WRITTEN[parts]) <= set(rows)
     assert all(done.stdout.count(name) >= 2 for _, name in rows), "as it comes, and in the table"
-    assert rows["a reference", "ring bf16"]["values"]["right"] == len(exactness.CASES)
+    for kernel in ("sdpa_flash_cpu", "reference") if parts == "a" else ():
+        assert rows[f"a {kernel}", "ring bf16"]["values"]["right"] == len(exactness.CASES)
     assert written["command"].startswith("python benchmarks/gpu_check.py --device cpu --smoke")

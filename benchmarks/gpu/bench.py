@@ -5,7 +5,9 @@ A part runs in processes of its own, since an error inside a CUDA kernel leaves 
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 Value = float | int | str
+_GRACE_S = 5
 
 
 class Row(NamedTuple):
@@ -50,12 +53,17 @@ class DeviceLost(Exception):
 
 
 class Orders(NamedTuple):
-    """What the process of a part is told. deadline: of `time.monotonic`, by which the part is to end by itself."""
+    """What the process of a part is told.
+
+    deadline, ends: of `time.monotonic`: when the part is to end by itself, and when it is ended.
+    scratch: a folder that the ranks of the part share.
+    """
 
     device: str
     smoke: bool
     rank: int
     deadline: float
+    ends: float
     scratch: str
 
 
@@ -137,6 +145,8 @@ def serve(connection: Connection, orders: Orders, function: Callable[..., None],
     """Run one rank of a part in this process."""
     # What cuBLAS needs to be deterministic when torch is told to; read when CUDA starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Should nobody be left to end it: the signal, which has no handler, ends a process that hangs in C as well.
+    signal.alarm(max(1, math.ceil(orders.ends - time.monotonic()) + _GRACE_S))
     if orders.smoke:
         torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -68,7 +68,7 @@ def run_part(part: Part, device: str, smoke: bool, allowed: float, show: Callabl
         try:
             for rank in range(part.ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                orders = Orders(device, smoke, rank, start + _OWN * allowed, scratch)
+                orders = Orders(device, smoke, rank, start + _OWN * allowed, start + allowed, scratch)
                 process = context.Process(target=serve, args=(theirs, orders, part.function, part.args))
                 process.start()
                 theirs.close()
