@@ -1,6 +1,7 @@
 """The check for GPUs: its parts run on CPUs at small sizes, and nothing that goes wrong in one stops the others."""
 
 import json
+import multiprocessing as mp
 import os
 import signal
 import subprocess
@@ -25,9 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LONG = 600.0
 
 
-def bench_here(rows, *, seconds=LONG, rank=0):
+def bench_here(rows, *, seconds=LONG, rank=0, device="cpu"):
     """A part's side in this process, whose rows end in a list."""
-    orders = Orders("cpu", True, rank, time.monotonic() + seconds, time.monotonic() + seconds, "")
+    ends = time.monotonic() + seconds
+    orders = Orders(device, device == "cpu", rank, ends, ends, "")
     return Bench(orders, lambda message: rows.append(message[1]) if message[0] == "row" else None)
 
 
@@ -108,6 +110,20 @@ def test_a_part_that_hangs_is_ended_and_its_rows_are_kept():
     result = run(hanging, allowed=20.0)
     assert [(row.name, row.status) for row in result.rows] == [("first", "ok"), ("second", "no time")]
     assert 20.0 <= result.seconds < 40.0
+
+
+def test_a_process_that_nobody_ends_ends_itself():
+    context = mp.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    now = time.monotonic()
+    process = context.Process(
+        target=bench.serve, args=(theirs, Orders("cpu", True, 0, now + LONG, now, ""), hanging, ())
+    )
+    process.start()
+    process.join(60.0)
+    assert process.exitcode == -signal.SIGALRM
+    ours.close()
+    theirs.close()
 
 
 def test_a_rank_that_dies_is_named_and_its_peer_does_not_wait_for_ever():
