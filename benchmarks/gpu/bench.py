@@ -24,9 +24,9 @@ _GRACE_S = 5
 class Row(NamedTuple):
     """One thing found out.
 
-    status: "ok"; "wrong" (a result is not what it must be, or a target is missed); "error" (an exception, its
-        traceback is the detail); "skipped" (cannot be done here, the detail says why); "no time"; "info" (measured or
-        seen, with nothing to hold it against).
+    status: "ok"; "wrong" (a result is not what it must be); "missed" (a target of speed or memory); "error" (an
+        exception, its traceback is the detail); "skipped" (cannot be done here, the detail says why); "no time"; "info"
+        (measured or seen, with nothing to hold it against).
     """
 
     name: str

@@ -46,11 +46,9 @@ def _peak(bench: Bench, kernel: str, shape: Shape, direction: str) -> Found:
         "one call MiB": of_call / _MIB,
         "ratio": ratio,
     }
-    # A few rows on a CPU say nothing: what is small counts there too.
-    assert bench.smoke or ratio <= BAR, f"expected at most {BAR} x (formula + one call), got {ratio:.2f}: {values}"
-    return Found(
-        values, "beside inputs; ratio: to the formula and one call of the kernel", "info" if bench.smoke else "ok"
-    )
+    # Of a few rows, what is small counts too, and the ratio says nothing.
+    status = "info" if bench.smoke else "ok" if ratio <= BAR else "missed"
+    return Found(values, f"beside inputs; target: at most {BAR} x (formula + one call of the kernel)", status)
 
 
 def _run(bench: Bench, work: Any, direction: str) -> int:

@@ -34,7 +34,7 @@ def plan(device: str) -> list[Part]:
     optional = [of_kernel.pop(name) for name in _OPTIONAL if name in of_kernel]
     first, *others = of_kernel.values()
     return [
-        Part("machine", machine, 8.0),
+        Part("machine", machine, 20.0),  # the processes that all parts are forked from start with it
         *optional,
         first,
         Part("b speed", speed, 80.0),

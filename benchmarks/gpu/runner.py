@@ -77,7 +77,7 @@ def run_part(part: Part, device: str, smoke: bool, allowed: float, show: Callabl
         finally:
             for each in ranks:
                 each.process.kill()
-                each.process.join()
+                each.process.join(_ALONE_S)  # a process that hangs in the driver cannot be killed
                 each.connection.close()
     result.seconds = time.monotonic() - start
     return result
@@ -99,7 +99,7 @@ def _listen(ranks: list[_Rank], until: float, add: Callable[[Row], None]) -> Non
                 kind, content = rank.connection.recv()
             except EOFError:
                 rank.done = True
-                rank.process.join()
+                rank.process.join(_ALONE_S)
                 code = rank.process.exitcode
                 add(Row(rank.doing, "error", f"rank {ranks.index(rank)} died in it with exit code {code}", {}, 0.0))
                 until = min(until, time.monotonic() + _ALONE_S)

@@ -210,6 +210,6 @@ def _targets(bench: Bench, kernel: str, reached: dict[Mode, _Mode]) -> None:
         ("ring", ring.percent, f">= {RING:g} %", ring.percent >= RING),
         ("merge in a ring's forward", ring.merge, f"< {MERGE:g} %", ring.merge < MERGE),
     ):
-        status = "ok" if met else "wrong"
+        status = "ok" if met else "missed"
         detail = f"target {bar} of {kernel}, {TARGET_TOKENS} tokens a rank"
         bench.report(Row(f"target: {name}", status, detail, {"%": value}, 0.0))
