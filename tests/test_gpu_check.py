@@ -107,9 +107,17 @@ def test_a_part_that_raises_is_an_error_beside_its_rows():
 
 
 def test_a_part_that_hangs_is_ended_and_its_rows_are_kept():
-    result = run(hanging, allowed=20.0)
-    assert [(row.name, row.status) for row in result.rows] == [("first", "ok"), ("second", "no time")]
-    assert 20.0 <= result.seconds < 40.0
+    result = run(hanging, allowed=3.0)
+    assert result.rows[-1].status == "no time"
+    assert 3.0 <= result.seconds < 15.0
+
+    ours, theirs = mp.Pipe(duplex=False)
+    rank, rows = runner._Rank(SimpleNamespace(), ours), []
+    first = Row("first", "ok", "", {}, 0.0)
+    for message in (("begin", "first"), ("row", first), ("begin", "second")):
+        theirs.send(message)
+    runner._listen([rank], time.monotonic() + 0.1, rows.append)
+    assert rows == [first, Row("second", "no time", "rank 0 was ended in it", {}, 0.0)]
 
 
 def test_a_process_that_nobody_ends_ends_itself():
@@ -384,15 +392,16 @@ WRITTEN = {
 }
 
 
+@pytest.mark.timeout(175)
 @pytest.mark.parametrize("parts", WRITTEN)
 def test_the_command_needs_torch_and_einops_alone(parts, tmp_path):
     """numpy, rich and the like are not there; the JSON has what the table has; the exit status is 0."""
     for module in ("numpy", "rich", "matplotlib", "pytest", "hypothesis"):
         (tmp_path / f"{module}.py").write_text("raise ModuleNotFoundError('not installed here')\n")
-    words = ["--device", "cpu", "--smoke", "--budget-s", "1000", "--out", str(tmp_path / "new"), "--only"]
+    words = ["--device", "cpu", "--smoke", "--budget-s", "150", "--out", str(tmp_path / "new"), "--only"]
     done = subprocess.run(
         [sys.executable, "benchmarks/gpu_check.py", *words, *parts.split()],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=110,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=160,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
