@@ -60,7 +60,7 @@ def one_thread() -> Iterator[None]:
 
 
 # Files of `make matrix`, so that the core suite stays under ten minutes.
-MATRIX = ("test_modes_", "test_support", "test_gather", "test_predicate", "test_bench_suite")
+MATRIX = ("test_modes_", "test_support", "test_gather", "test_predicate", "test_bench_suite", "test_gpu_check")
 
 
 @pytest.hookimpl(tryfirst=True)
