@@ -44,8 +44,8 @@ MOST_GROWTH = 1.5
 
 
 def above_bar(found: Sequence[Error]) -> list[str]:
-    """What breaks the bars, in words: fp64 within 1e-10; elsewhere, relative L2 of out, dq, dk, dv at most 1.5 times that
-    of one kernel.
+    """What breaks the bars, in words: fp64 within 1e-10; elsewhere, relative L2 of out, dq, dk, dv at most 1.5 times
+    that of one kernel.
     """
     one = {(e.dtype, e.mask, e.quantity): e.rel_l2 for e in found if e.mode == ONE_KERNEL}
     said = []
@@ -87,11 +87,12 @@ def errors(
         truth = reference(cell)
         for mode, size, ran, compute in ways(pools, sizes):
             progress(f"{cell.dtype_name} {cell.mask_name}, {mode}, {size} ranks")
-            for quantity, max_abs, rel_l2 in _compared(compute(cell), truth):
+            for quantity, max_abs, rel_l2 in compared(compute(cell), truth):
                 yield Error(cell.dtype_name, cell.mask_name, mode, size, ran, quantity, max_abs, rel_l2)
 
 
-def _compared(got: Results, truth: Results) -> Iterator[tuple[str, float, float]]:
+def compared(got: Results, truth: Results) -> Iterator[tuple[str, float, float]]:
+    """Every quantity: its name, largest absolute error, and relative L2 error."""
     for name, actual, wanted in zip(ATTENTION, got.attention, truth.attention, strict=True):
         yield name, *_errors(actual.double(), wanted)
     for name, a, b in (

@@ -37,12 +37,11 @@ class Parity:
         for a in self.answers:
             if a.leaks != a.is_control:
                 said.append(f"probe: {a.question.what}, {a.mode}: {'leaks' if a.leaks else 'sees nothing'}")
-        said += [
-            f"report {r.id} ({r.upstream}): {verdict(runs)}" for r, runs in self._replayed() if "F" in verdict(runs)
-        ]
+        said += [f"report {r.id}: {verdict(runs)}" for r, runs in self.replayed() if verdict(runs) == "FAILS"]
         return said
 
-    def _replayed(self) -> list[tuple[Report, list[Run]]]:
+    def replayed(self) -> list[tuple[Report, list[Run]]]:
+        """Every report, with the runs of its tests."""
         return [(report, self.runs.get(report.id, [])) for report in self.reports]
 
 
@@ -92,10 +91,10 @@ def markdown(parity: Parity) -> str:
     )
 
 
-_ERRORS = """The truth is attention by its definition in fp64, from inputs as rounded to the dtype of the row, with every
-mask written out. "One kernel" is torch's `F.scaled_dot_product_attention` over the whole sequence, without ringcp: what
-the dtype itself costs. One, two and four ranks are processes over gloo, eight are `ringcp.testing.in_process`: the same
-schedule, kernels and merges. Layouts are what `make_layout` chooses for the mask. `loss`, `gradient norm` and
+_ERRORS = """The truth is attention by its definition in fp64, from inputs as rounded to the dtype of the row, with
+every mask written out. "One kernel" is torch's `F.scaled_dot_product_attention` over the whole sequence, no ringcp:
+what the dtype itself costs. One, two and four ranks are processes over gloo, eight are `ringcp.testing.in_process`: the
+same schedule, kernels and merges. Layouts are what `make_layout` chooses for the mask. `loss`, `gradient norm` and
 `gradient` (of all parameters) are of one step of a two-layer decoder, on ranks inside `ringcp.context_parallel`.
 
 Bars: fp64 within 1e-10; else relative L2 of out, dq, dk, dv at most 1.5 times that of one kernel, on any number of
@@ -138,17 +137,16 @@ def _probe(answers: Sequence[Answer]) -> str:
 
 
 def _counts(parity: Parity) -> str:
-    verdicts = [verdict(runs) for _, runs in parity._replayed()]
+    verdicts = [verdict(runs) for _, runs in parity.replayed()]
     return ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)) + f"; {len(verdicts)} in all."
 
 
 def _reports(parity: Parity) -> str:
     rows = []
-    for report, runs in parity._replayed():
+    for report, runs in parity.replayed():
         tests = dict.fromkeys(run.test for run in runs if run.outcome != "skipped")
-        rows.append(
-            [report.id, _linked(report.upstream), report.subject, verdict(runs), "<br>".join(f"`{t}`" for t in tests)]
-        )
+        named = "<br>".join(f"`{test}`" for test in tests)
+        rows.append([report.id, _linked(report.upstream), report.subject, verdict(runs), named])
     return _table(["id", "reported in", "what", "ringcp", "tests"], rows)
 
 
@@ -196,7 +194,8 @@ def draw(found: Sequence[Error], path: Path) -> None:
                 if sizes:
                     start = ([1], [one_rank]) if sizes[0] == 2 else ([], [])
                     ax.plot(start[0] + sizes, start[1] + worst, color=color, marker=MARKERS[mode], label=mode)
-            ax.set(xscale="log", ylim=(0, 2 * kernel), title=f"{title}, {dtype}")
+            ax.set(xscale="log", title=f"{title}, {dtype}")
+            ax.set_ylim(0, 1.1 * max(2 * kernel, *(e.rel_l2 for e in of)))
             ax.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"], minor=False)
             ax.minorticks_off()
             ax.grid(alpha=0.3)

@@ -76,7 +76,7 @@ class Answer:
 def answers(pool: World, seq_len: int, progress: Callable[[str], None]) -> Iterator[Answer]:
     """Every question in every mode, on the ranks of `pool`, in fp32."""
     for question in questions(seq_len):
-        reach = _reachable(question, seq_len)
+        reach = reachable(question, seq_len)
         layout = choose_layout(question.mask, seq_len, pool.size)
         for mode in modes_of(pool.size):
             progress(f"probe: {question.what}, {mode}")
@@ -99,7 +99,7 @@ def changed_on_rank(mesh: DeviceMesh, mask: ringcp.Mask, token: int, seq_len: in
     return [(a != b).any(3).flatten(0, 1).any(0) for a, b in zip(before, after, strict=True)]
 
 
-def _reachable(question: Question, seq_len: int) -> list[Tensor]:
+def reachable(question: Question, seq_len: int) -> list[Tensor]:
     """By the definition of attention, for out, dq, dk, dv: the positions that the token may change (S,)."""
     at = torch.arange(seq_len)
     allowed = question.truth.dense(at, at).expand(1, 1, -1, -1)[0, 0]
