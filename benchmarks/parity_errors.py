@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +25,8 @@ ATTENTION = ("out", "dq", "dk", "dv")
 STEP = ("loss", "gradient norm", "gradient")
 QUANTITIES = ATTENTION + STEP
 ONE_KERNEL = "one kernel"
+MOST_FP64 = 1e-10
+MOST_GROWTH = 1.5
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,6 @@ class Error:
     quantity: str
     max_abs: float
     rel_l2: float
-
-
-MOST_FP64 = 1e-10
-MOST_GROWTH = 1.5
 
 
 def above_bar(found: Sequence[Error]) -> list[str]:
@@ -59,24 +59,28 @@ def above_bar(found: Sequence[Error]) -> list[str]:
     return said
 
 
-def ways(pools: Mapping[int, World], sizes: Sequence[int]) -> list[tuple[str, int, str, Callable[[Cell], Results]]]:
-    """All ways to compute a cell: (mode, ranks, what it runs on, the function). Sizes without a pool are in process."""
-    found: list[tuple[str, int, str, Callable[[Cell], Results]]] = [(ONE_KERNEL, 1, "torch", one_kernel)]
-    for size in sizes:
-        for mode in modes_of(size):
-            if size in pools:
-                found.append((mode, size, "gloo", _on(pools[size], mode)))
-            else:
-                found.append((mode, size, "one process", _in_process(mode, size)))
+class Way(NamedTuple):
+    """A way to compute a cell; the first three as in `Error`."""
+
+    mode: str
+    ranks: int
+    ran: str
+    compute: Callable[[Cell], Results]
+
+
+def ways(pools: Mapping[int, World], sizes: Sequence[int]) -> list[Way]:
+    """All that there are; a size without a pool is computed in one process."""
+    found = [Way(ONE_KERNEL, 1, "torch", one_kernel)]
+    for size, mode in [(n, mode) for n in sizes for mode in modes_of(n)]:
+        if size in pools:
+            found.append(Way(mode, size, "gloo", partial(_on_ranks, pools[size], mode)))
+        else:
+            found.append(Way(mode, size, "one process", partial(in_one_process, mode=mode, world_size=size)))
     return found
 
 
-def _on(pool: World, mode: str) -> Callable[[Cell], Results]:
-    return lambda cell: of_ranks(cell, pool.run(both_on_rank, cell, mode))
-
-
-def _in_process(mode: str, size: int) -> Callable[[Cell], Results]:
-    return lambda cell: in_one_process(cell, mode, size)
+def _on_ranks(pool: World, mode: str, cell: Cell) -> Results:
+    return of_ranks(cell, pool.run(both_on_rank, cell, mode))
 
 
 def errors(
@@ -85,10 +89,10 @@ def errors(
     """Every quantity of every cell, computed in every way. `progress` hears of each way before it runs."""
     for cell in cells:
         truth = reference(cell)
-        for mode, size, ran, compute in ways(pools, sizes):
-            progress(f"{cell.dtype_name} {cell.mask_name}, {mode}, {size} ranks")
+        for mode, ranks, ran, compute in ways(pools, sizes):
+            progress(f"{cell.dtype_name} {cell.mask_name}, {mode}, {ranks} ranks")
             for quantity, max_abs, rel_l2 in compared(compute(cell), truth):
-                yield Error(cell.dtype_name, cell.mask_name, mode, size, ran, quantity, max_abs, rel_l2)
+                yield Error(cell.dtype_name, cell.mask_name, mode, ranks, ran, quantity, max_abs, rel_l2)
 
 
 def compared(got: Results, truth: Results) -> Iterator[tuple[str, float, float]]:
