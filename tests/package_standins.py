@@ -73,7 +73,7 @@ def _copied(grads, out_of):
 # --- flash-attn 2
 
 
-@torch.library.custom_op("flash_attn_standin::_flash_attn_forward", mutates_args=())
+@torch.library.custom_op("flash_attn_2_standin::_flash_attn_forward", mutates_args=())
 def fa2_forward(
     q: Tensor,
     k: Tensor,
@@ -100,7 +100,7 @@ def fa2_forward(
     return out.to(q.dtype), lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)
 
 
-@torch.library.custom_op("flash_attn_standin::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
+@torch.library.custom_op("flash_attn_2_standin::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
 def fa2_backward(
     dout: Tensor,
     q: Tensor,
