@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test matrix examples bench lint format clean
+.PHONY: help install demo test matrix examples bench parity lint format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -26,6 +26,9 @@ test: $(STAMP)  ## run the core suite; ARGS="-k name" goes to pytest
 
 matrix: $(STAMP)  ## run the rest of the tests: every mode, predicates, and each cell of the support table
 	$(BIN)/python -m pytest -m matrix $(ARGS)
+
+parity: $(STAMP)  ## write benchmarks/results/parity.md: errors on 1 to 8 ranks, dependence, public reports; ten minutes
+	$(BIN)/python -m benchmarks.parity $(ARGS)
 
 examples: $(STAMP)  ## run the examples and the commands of the README, and check what they say
 	$(BIN)/python -m pytest -m examples $(ARGS)

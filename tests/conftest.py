@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 import torch
 
+from benchmarks.parity_reports import reports
 from ringcp.testing.pool import World
 
 MAX_LIVE_POOLS = 3
@@ -60,7 +61,16 @@ def one_thread() -> Iterator[None]:
 
 
 # Files of `make matrix`, so that the core suite stays under ten minutes.
-MATRIX = ("test_modes_", "test_support", "test_gather", "test_predicate", "test_bench_suite", "test_gpu_check")
+MATRIX = (
+    "test_modes_",
+    "test_support",
+    "test_gather",
+    "test_predicate",
+    "test_bench_suite",
+    "test_gpu_check",
+    "test_parity",
+    "test_reports",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,3 +78,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.name.startswith(MATRIX):
             item.add_marker(pytest.mark.matrix)
+        for mark in item.iter_markers("report"):
+            (number,) = mark.args
+            if number not in REPORTS:
+                raise pytest.UsageError(f"{item.nodeid}: expected a report of benchmarks/reports.csv, got {number!r}")
+            item.user_properties.append(("report raises" if mark.kwargs.get("raises") else "report", number))

@@ -122,7 +122,7 @@ def _backward_of_2(
     return torch.empty_like(lse)
 
 
-@torch.library.custom_op("flash_attn_standin::_flash_attn_forward", mutates_args=())
+@torch.library.custom_op("flash_attn_2_standin::_flash_attn_forward", mutates_args=())
 def fa2_forward(
     q: Tensor,
     k: Tensor,
@@ -143,7 +143,7 @@ def fa2_forward(
     )
 
 
-@torch.library.custom_op("flash_attn_standin::_flash_attn_varlen_forward", mutates_args=())
+@torch.library.custom_op("flash_attn_2_standin::_flash_attn_varlen_forward", mutates_args=())
 def fa2_varlen_forward(
     q: Tensor,
     k: Tensor,
@@ -172,7 +172,7 @@ def fa2_varlen_forward(
     return _forward_of_2(q, k, v, sequences, dropout_p, softmax_scale, causal, *options)
 
 
-@torch.library.custom_op("flash_attn_standin::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
+@torch.library.custom_op("flash_attn_2_standin::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
 def fa2_backward(
     dout: Tensor,
     q: Tensor,
@@ -198,7 +198,7 @@ def fa2_backward(
     return _backward_of_2(*operands, (None,) * 4, dropout_p, softmax_scale, causal, *options)
 
 
-@torch.library.custom_op("flash_attn_standin::_flash_attn_varlen_backward", mutates_args=("dq", "dk", "dv"))
+@torch.library.custom_op("flash_attn_2_standin::_flash_attn_varlen_backward", mutates_args=("dq", "dk", "dv"))
 def fa2_varlen_backward(
     dout: Tensor,
     q: Tensor,

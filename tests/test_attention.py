@@ -42,6 +42,11 @@ def layout_cases(*names: str, **fields) -> list[Case]:
 @pytest.mark.report("1.26")
 @pytest.mark.report("1.69")
 @pytest.mark.report("1.71")
+@pytest.mark.report("1.2")
+@pytest.mark.report("1.24")
+@pytest.mark.report("1.I7")
+@pytest.mark.report("5.TE #1552")
+@pytest.mark.report("7.36")
 def test_exact(worlds, world_size):
     assert_none(worlds(world_size).run(check_cases, list(matrix(world_size)), timeout=110))
 
@@ -240,6 +245,7 @@ def moved(mesh, probes, seq_len):
 
 @pytest.mark.report("1.26")
 @pytest.mark.report("1.27")
+@pytest.mark.report("5.Bridge #2667")
 def test_a_key_moves_the_outputs_of_the_queries_that_see_it_and_no_others(worlds):
     masks = ("causal", "window_8", "two_sided", "or", "full", "chunked", *MASKS_OF)
     probes = list(itertools.product(masks, LAYOUTS, (0, 13, 36)))

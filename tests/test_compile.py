@@ -90,6 +90,7 @@ def compile_many(mesh, backend):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.report("1.I11")
 def test_compiled_equals_eager_and_masks_and_layouts_do_not_recompile(worlds, backend):
     for frames in worlds(2).run(compile_many, backend):
         # Local lengths of 33 tokens differ by layout: the first other one is compiled once more, with symbolic shapes.
@@ -255,7 +256,6 @@ def checkpoint_all_ways(mesh, compiled):
     return {name: (result[0] / steps, result[1] > sent) for name, result in results.items()}
 
 
-@pytest.mark.report("1.16")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_selective_checkpointing_runs_no_transfer_in_recomputation(worlds, compiled):
     for runs in worlds(2).run(checkpoint_all_ways, compiled):

@@ -252,11 +252,11 @@ def check_refusals(mesh, odd):
 
 
 @pytest.mark.parametrize("world_size, odd", [(1, None), (3, None), (2, 0), (3, 2)])
-@pytest.mark.report("1.67")
-@pytest.mark.report("1.68")
-@pytest.mark.report("7.13")
-@pytest.mark.report("7.15")
-@pytest.mark.report("7.33")
+@pytest.mark.report("1.67", raises=True)
+@pytest.mark.report("1.68", raises=True)
+@pytest.mark.report("7.13", raises=True)
+@pytest.mark.report("7.15", raises=True)
+@pytest.mark.report("7.33", raises=True)
 def test_refusals(worlds, world_size, odd):
     worlds(world_size).run(check_refusals, odd)
 

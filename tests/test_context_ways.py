@@ -167,6 +167,7 @@ def without_gradients(mesh):
 
 
 @pytest.mark.report("1.I9")
+@pytest.mark.report("5.DS #7821")
 def test_no_grad_and_inference_mode(worlds):
     worlds(2).run(without_gradients)
 
@@ -245,6 +246,7 @@ def rotated(mesh):
 
 @pytest.mark.report("1.67")
 @pytest.mark.report("1.68")
+@pytest.mark.report("5.MLM #1473")
 def test_positions_and_rope_tables(worlds):
     worlds(2).run(rotated)
 
@@ -267,12 +269,12 @@ def refused_arguments(mesh):
             assert word in str(info.value)
 
 
-@pytest.mark.report("1.22")
-@pytest.mark.report("1.23")
-@pytest.mark.report("1.70")
-@pytest.mark.report("7.11")
-@pytest.mark.report("7.22")
-@pytest.mark.report("7.23")
+@pytest.mark.report("1.22", raises=True)
+@pytest.mark.report("1.23", raises=True)
+@pytest.mark.report("1.70", raises=True)
+@pytest.mark.report("7.11", raises=True)
+@pytest.mark.report("7.22", raises=True)
+@pytest.mark.report("7.23", raises=True)
 def test_arguments_that_are_refused(worlds):
     worlds(2).run(refused_arguments)
 

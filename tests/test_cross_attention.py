@@ -110,6 +110,8 @@ WAYS += [(4, way) for way in ("ring", "gather by heads", "ulysses", "usp", "usp 
 
 
 @pytest.mark.parametrize(("world_size", "way"), WAYS)
+@pytest.mark.report("1.I3")
+@pytest.mark.report("1.I5")
 def test_exact(worlds, world_size, way):
     assert_none(worlds(world_size).run(check_all, way))
 

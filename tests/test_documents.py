@@ -344,6 +344,7 @@ def check_model(mesh, lengths, layout):
 @pytest.mark.parametrize("lengths", [[3, 2, 4, 1], [5, 11, 3, 13]], ids=str)
 @pytest.mark.report("1.7")
 @pytest.mark.report("1.31")
+@pytest.mark.report("5.MLM PR #5243")
 def test_a_model_of_packed_documents_in_a_context(worlds, lengths, layout):
     """``is_causal=True`` of the model and the context's documents hold both."""
     assert_none(worlds(3).run(check_model, lengths, layout))

@@ -237,7 +237,6 @@ def unknown_keyword(mesh):
         ringcp.attention(call["q"], call["k"], call["v"])
 
 
-@pytest.mark.report("1.41")
 def test_unknown_keywords_are_not_swallowed(worlds):
     worlds(1).run(unknown_keyword)
 
@@ -260,7 +259,7 @@ def meshes(mesh):
     check_exact(square["cp"], 9)
 
 
-@pytest.mark.report("1.75")
+@pytest.mark.report("1.75", raises=True)
 def test_meshes_that_are_refused(worlds):
     worlds(2).run(meshes)
 

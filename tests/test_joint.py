@@ -156,6 +156,9 @@ WAYS += [(4, way) for way in ("ring", "gather by heads", "ulysses", "usp", "usp 
 
 
 @pytest.mark.parametrize(("world_size", "way"), WAYS)
+@pytest.mark.report("1.62")
+@pytest.mark.report("1.I4")
+@pytest.mark.report("1.65")
 def test_exact_and_replicated_rows_alike_to_the_bit(worlds, world_size, way):
     found, alike = zip(*worlds(world_size).run(check_all, way), strict=True)
     assert_none(found)

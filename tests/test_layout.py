@@ -126,6 +126,7 @@ def test_the_gradient_of_a_shard_is_zero_elsewhere(layout, data):
 
 
 @pytest.mark.report("1.34")
+@pytest.mark.report("5.verl #4250")
 def test_labels_are_shifted_first_and_sharded_after():
     layout = HeadTail(8, 2)
     assert layout.shard(torch.arange(8), 0, 0).tolist() == [0, 1, 6, 7]
@@ -204,8 +205,8 @@ def test_bad_sizes_are_named(make, args, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.report("7.13")
-@pytest.mark.report("1.68")
+@pytest.mark.report("7.13", raises=True)
+@pytest.mark.report("1.68", raises=True)
 @pytest.mark.parametrize(
     "use, message",
     [

@@ -153,8 +153,8 @@ def check_honest(mesh, ids, dim):
 
 
 @pytest.mark.parametrize("case", RESTARTS)
-@pytest.mark.report("1.28")
-@pytest.mark.report("1.33")
+@pytest.mark.report("1.28", raises=True)
+@pytest.mark.report("1.33", raises=True)
 def test_position_ids_that_restart_without_a_mask_are_refused(worlds, case):
     for rank, (text, other) in enumerate(worlds(2).run(check_honest, *RESTARTS[case])):
         assert text.startswith("mask: expected one, since buffers[3] looks like the position ids of packed documents")

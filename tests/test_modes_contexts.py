@@ -63,6 +63,8 @@ def check_context(mesh, way, inside, nested):
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("way", ALL)
+@pytest.mark.report("1.I6")
+@pytest.mark.report("7.31")
 def test_contexts(worlds, way, inside):
     worlds(4).run(check_context, way, inside, inside)
 

@@ -68,12 +68,20 @@ def here(world_size: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("world_size", OVER_GLOO)
+@pytest.mark.report("1.56")
+@pytest.mark.report("1.57")
+@pytest.mark.report("1.58")
+@pytest.mark.report("1.61")
+@pytest.mark.report("5.DS #7384")
+@pytest.mark.report("5.verl #1226")
+@pytest.mark.report("7.31")
 def test_exact_over_gloo(worlds, world_size):
     assert_none(worlds(world_size).run(check_cases, over_gloo(world_size), timeout=110))
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("world_size", HERE)
+@pytest.mark.report("1.59")
 def test_exact_in_process(world_size):
     found = []
     for case in here(world_size):

@@ -54,6 +54,8 @@ def check_two_models(mesh, cases):
     return found
 
 
+@pytest.mark.report("5.DS #8291")
+@pytest.mark.report("5.DS #7834")
 def test_models_of_different_heads_and_modes_on_one_mesh(worlds):
     cases = [
         Case(33, heads="28_4", mode="ulysses"),

@@ -301,6 +301,8 @@ def check_tensor_parallel(mesh, compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.report("1.70")
+@pytest.mark.report("7.30")
 def test_with_heads_sharded_by_tensor_parallelism(worlds, compiled):
     worlds(4).run(check_tensor_parallel, compiled)
 

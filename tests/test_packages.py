@@ -199,6 +199,7 @@ def test_auto_takes_the_package_that_fits_the_chip(chip, monkeypatch, capability
 
 @every_adapter
 @pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.report("5.TE #3528")
 def test_windows_count_from_the_last_row_and_the_last_key(installed, name, softcap):
     """Every band, with more rows than keys and the other way round; what means no edge is of each version its own."""
     none = None if name == "flash4" else -1
@@ -284,6 +285,7 @@ def test_rows_that_see_nothing_have_an_lse_of_minus_infinity(monkeypatch, name):
 
 @every_adapter
 @pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.report("5.TE PR #366")
 def test_determinism_is_passed_on(installed, name, asked):
     torch.use_deterministic_algorithms(asked)
     try:

@@ -248,6 +248,8 @@ def test_written_in_parts_is_the_same(monkeypatch):
         assert torch.equal(whole.expand(given), written(name, given))
 
 
+@pytest.mark.report("1.I10")
+@pytest.mark.report("7.32")
 def test_block_masks():
     given = Given(2, 3, 300, 300)
     table = random(2, 3, 5, share=0.5)

@@ -112,7 +112,7 @@ def test_bytes_are_those_of_the_formula(world_size, mask):
         assert schedule.rows_sent("dkv", schedule.backward) == rows
 
 
-@pytest.mark.report("MLM #2222")
+@pytest.mark.report("5.TE PR #2829")
 @pytest.mark.parametrize("left", [0, 2, 7, 8, 9, 16, 17, 40])
 def test_a_window_needs_only_the_hops_that_it_spans(left):
     """Contiguous chunks of 8: ceil(left / 8) hops, and `left` rows in all, not whole blocks."""

@@ -175,7 +175,7 @@ def check_errors(mesh):
     return found
 
 
-@pytest.mark.report("1.64")
+@pytest.mark.report("1.64", raises=True)
 def test_errors(worlds):
     assert_none(worlds(3).run(check_errors))
 

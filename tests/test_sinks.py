@@ -67,6 +67,7 @@ def check_exact(mesh, cases):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.report("1.65")
 def test_exact(worlds, world_size):
     inputs = ("gaussian", "dominating_key", "far_scores")
     kinds = itertools.product((29, 29, 2), inputs, ("both", "out"), ("auto", "reference"), ("dense", "as_BSHD"))

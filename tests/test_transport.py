@@ -37,6 +37,7 @@ def _post_order(mesh):
     return posted, log
 
 
+@pytest.mark.report("1.72")
 def test_sends_are_posted_before_receives_in_one_batch(worlds):
     for posted, log in worlds(2).run(_post_order):
         assert posted == [("isend", 1, 7), ("isend", 0, 7), ("irecv", 1, 7)]
