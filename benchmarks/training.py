@@ -24,6 +24,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def launch(plan: Plan) -> Iterator[ranks.Said]:
         torch.multiprocessing.ProcessException: a rank raised or died; the others are ended.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([ranks.__name__, "torch._dynamo"])  # imported once, not by each rank
+    context.set_forkserver_preload(["__main__", "torch._dynamo"])  # imported once, not by each rank
     reader, writer = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder, reader:
         started = multiprocessing.start_processes(
@@ -160,6 +161,9 @@ def main(argv: Sequence[str]) -> None:
     # The profiler's notes on itself would break into the progress; ranks inherit this.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if args.csv:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
+        append_csv(args.csv, [])  # a file with other columns is refused now, not after the first measurement
     cores = num_cores()
     command = shlex.join(["python", "benchmarks/training.py", *argv])
     console = Console(highlight=False)
@@ -196,20 +200,22 @@ def _measure(
         task = bar.add_task("", total=sum(plan.cost() for plan in planned))
         for plan in planned:
             bar.update(task, description=f"starting {plan.world_size} ranks", refresh=True)
-            for said in launch(plan):
-                if isinstance(said, ranks.Progress):
-                    doing = f"{plan.world_size} ranks, {said.doing}"
-                    bar.update(task, advance=said.cost, description=doing, refresh=True)
-                    continue
-                if isinstance(said, Curve):
-                    curves.append(said)
-                    rows, line = report.curve_rows(said, curves[0], plan, origin), report.curve_line(said, curves[0])
-                else:
-                    timed.append(said)
-                    rows, line = report.speed_rows(said, plan, origin), report.speed_line(said, plan)
-                console.print(line)
-                if csv:
-                    append_csv(csv, rows)
+            with closing(launch(plan)) as heard:
+                for said in heard:
+                    if isinstance(said, ranks.Progress):
+                        doing = f"{plan.world_size} ranks, {said.doing}"
+                        bar.update(task, advance=said.cost, description=doing, refresh=True)
+                        continue
+                    if isinstance(said, Curve):
+                        curves.append(said)
+                        rows = report.curve_rows(said, curves[0], plan, origin)
+                        console.print(report.curve_line(said, curves[0]))
+                    else:
+                        timed.append(said)
+                        rows = report.speed_rows(said, plan, origin)
+                        console.print(report.speed_line(said, plan))
+                    if csv:
+                        append_csv(csv, rows)
     return timed, curves
 
 

@@ -49,15 +49,15 @@ def draw_speed(path: Path, by_length: Sequence[Sequence[Timed]], title: str) -> 
         speed.set_ylim(bottom=0)
         memory.set(xscale="log", yscale="log", xlabel="tokens of the sequence")
         memory.set_xticks(lengths, [f"{n:,}" for n in lengths])
-        memory.minorticks_off()
-        speed.legend(fontsize="small", loc="upper left")
+        memory.set_xticks([], minor=True)
+        speed.legend(fontsize="small", loc="lower center")
     axes[0, 0].set_ylabel("tokens a second; 20th to 80th percentile")
     axes[1, 0].set_ylabel("peak memory of a rank, MB")
     fig.savefig(path, dpi=120)
 
 
 def draw_curves(path: Path, curves: Sequence[Curve], title: str) -> None:
-    """Loss and gradient norm by step, over one another, and below how far each is from the first curve."""
+    """Loss and gradient norm by step, over one another, and below how far each is from the first, of one process."""
     single, *others = curves
     worlds = list(dict.fromkeys(curve.world_size for curve in others))
     fig = Figure(figsize=(13, 8), layout="constrained")
@@ -76,7 +76,7 @@ def draw_curves(path: Path, curves: Sequence[Curve], title: str) -> None:
             above.plot(steps, found, lw=1, **style)
             below.plot(steps, relative(found, expected), lw=2 if curve.mode == ROUNDED else 0.9, **style)
         above.set(ylabel=name)
-        below.set(yscale="log", xlabel="step", ylabel=f"{name}: relative difference from one process")
+        below.set(yscale="log", xlabel="step", ylabel=f"{name}: relative difference")
     axes[0, 0].legend(fontsize="small", loc="upper right")
     fig.savefig(path, dpi=120)
 

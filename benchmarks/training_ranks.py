@@ -210,24 +210,25 @@ class Ranks:
     def timed(self, modes: Sequence[str], seq_len: int, rounds: int, say: Say) -> None:
         """Says what it measured. Every round has a step of each mode, in turns, so that drifts hit all alike."""
         source = batches(seq_len, self.mesh.device_type)
+        batch = next(source)
         trainers: list[Trainer | None] = []
         peaks = []
         for mode in modes:
             with self._turn(mode) as mine:
-                trainer, peak = self._prepared(mode, source) if mine else (None, 0)
+                trainer, peak = self._prepared(mode, *batch) if mine else (None, 0)
             trainers.append(trainer)
             peaks.append(int(self._largest(peak)))
             say(Progress(_UNTIMED_STEPS * step_cost(seq_len), f"{seq_len:,} tokens, {mode}: memory"))
         seconds: list[list[float]] = [[] for _ in modes]
         for i in range(rounds):
-            ids, labels = next(source)
+            batch = next(source)  # on every rank, so that all hold the same sequence
             order = range(len(modes)) if i % 2 == 0 else reversed(range(len(modes)))
             for j in order:
                 spent = 0.0
                 with self._turn(modes[j]):
                     start = self._now()
                     if trainer := trainers[j]:
-                        trainer.step(ids, labels)
+                        trainer.step(*batch)
                         spent = self._now() - start
                 seconds[j].append(self._largest(spent))
                 say(Progress(step_cost(seq_len), f"{seq_len:,} tokens, {modes[j]}"))
@@ -239,13 +240,13 @@ class Ranks:
             ]
         )
 
-    def _prepared(self, mode: str, source: Iterator[tuple[Tensor, Tensor]]) -> tuple[Trainer, int]:
+    def _prepared(self, mode: str, ids: Tensor, labels: Tensor) -> tuple[Trainer, int]:
         """A trainer that is warm, and the peak of its memory in bytes."""
-        Trainer(self.mesh, mode).step(*next(source))  # what a process keeps from a first step, as plans, does not count
+        Trainer(self.mesh, mode).step(ids, labels)  # what a process keeps from a first step, as plans, does not count
         with peak_memory(self.mesh.device_type) as peak:
             trainer = Trainer(self.mesh, mode)
             for _ in range(_UNTIMED_STEPS - 1):  # the optimizer's state is there from the second on
-                trainer.step(*next(source))
+                trainer.step(ids, labels)
         return trainer, peak.num_bytes
 
     def curve(self, mode: str, seq_len: int, steps: int, say: Say) -> None:
