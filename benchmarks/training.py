@@ -77,6 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         vars(args).update(_SMOKE)
     elif args.csv is None:
         args.csv = _ROOT / _CSV
+    args.seq_len = sorted(set(args.seq_len))
     for name in ("ranks", "seq_len", "rounds", "curve_len", "steps", "threads"):
         given = getattr(args, name)
         if min(given if isinstance(given, list) else [given]) < 1:
@@ -226,7 +227,7 @@ def _draw(
     console.print(f"{csv}: a line for each number", markup=False)
     if timed:
         path = csv.with_name(f"{csv.stem}-speed.png")
-        draw_speed(path, timed, f"Training a small decoder, fp32. {about}")
+        draw_speed(path, timed, f"Training a small decoder, fp32; one process has the threads of all ranks. {about}")
         console.print(f"{path}: tokens a second and peak memory by length", markup=False)
     if curves:
         path = csv.with_name(f"{csv.stem}-curves.png")
