@@ -130,6 +130,19 @@ def test_the_peak_counts_what_a_custom_op_allocates():
     assert peak.num_bytes == (1 << 20) + (3 << 20)
 
 
+def test_labels_are_the_next_tokens_of_a_text_that_is_the_same_in_every_run():
+    first, second = (list(zip(range(2), training_ranks.batches(50, "cpu"), strict=False)) for _ in range(2))
+    for (_, (ids, labels)), (_, again) in zip(first, second, strict=True):
+        assert ids.shape == labels.shape == (1, 50)
+        assert ids[0, 1:].equal(labels[0, :-1])
+        assert ids.equal(again[0])
+        assert labels.equal(again[1])
+        assert bytes(labels[0].tolist()) in bytes(training_ranks.text().tolist())
+    assert not first[0][1][0].equal(first[1][1][0])
+    with pytest.raises(ValueError, match="seq_len: expected less than the"):
+        next(training_ranks.batches(10_000_000, "cpu"))
+
+
 def timed(mode, seconds, peak_bytes=100):
     return Timed(2, mode, 512, seconds, peak_bytes)
 
