@@ -23,7 +23,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +93,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def plans(args: argparse.Namespace, device: str, cores: int) -> list[Plan]:
     """A launch for each number of ranks; the first has the curves of one process."""
-    made = []
+    made: list[Plan] = []
     for world_size in args.ranks:
         modes = _modes(args.mode, world_size)
         resolved = dict.fromkeys(ranks.meant(mode, args.curve_len, world_size, device) for mode in modes)
@@ -120,7 +120,7 @@ def _modes(modes: Sequence[str], world_size: int) -> list[str]:
     return [m for m in modes if m != "usp" or (world_size > ULYSSES_DEGREE and world_size % ULYSSES_DEGREE == 0)]
 
 
-def launch(plan: Plan) -> Iterator[ranks.Said]:
+def launch(plan: Plan) -> Generator[ranks.Said, None, None]:
     """Start the ranks of a plan, and hear what rank 0 says.
 
     Raises:

@@ -102,10 +102,10 @@ def meant(mode: str, seq_len: int, world_size: int, device: str) -> str:
     """The mode that "auto" is for the decoder on ranks of one machine; another is itself."""
     if mode != "auto":
         return mode
-    num_heads, num_kv_heads, _ = Decoder().blocks[0].attention.heads
+    model = Decoder()
     return choose_mode(
-        q_heads=num_heads,
-        kv_heads=num_kv_heads,
+        q_heads=model.embed.embedding_dim // model.head_dim,
+        kv_heads=model.num_kv_heads,
         seq_len=seq_len,
         world_size=world_size,
         ranks_per_node=world_size,

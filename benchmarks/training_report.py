@@ -97,7 +97,7 @@ def _row(case: str, mode: str, metric: str, unit: str, values: Sequence[float], 
         shown = [float(f"{x:.6g}") for x in (q.median, q.p20, q.p80)]
     alone = mode in _ALONE
     provider, threads = ("torch", plan.together) if alone else ("ringcp", plan.threads)
-    return Row(provider, case, mode, metric, unit, *shown, threads=threads, **vars(origin))
+    return Row(provider, case, mode, metric, unit, shown[0], shown[1], shown[2], threads=threads, **vars(origin))
 
 
 def speed_line(timed: Sequence[Timed], plan: Plan) -> str:
