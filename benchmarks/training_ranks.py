@@ -25,7 +25,10 @@ ROUNDED = "single, rounded"  # the same from weights that are one rounding step 
 ULYSSES_DEGREE = 2  # of mode "usp"
 _ALONE = (SINGLE, ROUNDED)
 _UNTIMED_STEPS = 3
-_LR, _LR_WARMUP = 6e-3, 3
+_LR, _LR_WARMUP = (
+    2e-3,
+    10,
+)  # at the 6e-3 of the demo, training is unstable, and rounding grows to per cents in 200 steps
 _SPIN_S = 0.03  # idle OpenMP workers spin for 9 ms (see benchmarks/harness.py); the next step starts after that
 
 

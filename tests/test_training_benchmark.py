@@ -74,7 +74,7 @@ def test_every_mode_trains_as_one_process_and_needs_less_memory(worlds):
         assert 0 < t.peak_bytes - floor < 0.6 * (timed[0].peak_bytes - floor), t.mode
 
     assert [curve.mode for curve in curves] == list(modes)
-    assert single.losses[2] < single.losses[0] - 0.1, "a step has to matter"
+    assert single.losses[2] < single.losses[0] - 0.02, "a step has to matter"
     for curve in curves:
         assert training_report.difference(curve, single).first < 1e-5, curve.mode
         for other in others:
