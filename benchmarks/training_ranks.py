@@ -25,10 +25,8 @@ ROUNDED = "single, rounded"  # the same from weights that are one rounding step 
 ULYSSES_DEGREE = 2  # of mode "usp"
 _ALONE = (SINGLE, ROUNDED)
 _UNTIMED_STEPS = 3
-_LR, _LR_WARMUP = (
-    2e-3,
-    10,
-)  # at the 6e-3 of the demo, training is unstable, and rounding grows to per cents in 200 steps
+# At the demo's 6e-3 training turns unstable after 100 steps, and rounding alone grows to per cents of the loss.
+_LR, _LR_WARMUP = 2e-3, 10
 _SPIN_S = 0.03  # idle OpenMP workers spin for 9 ms (see benchmarks/harness.py); the next step starts after that
 
 
