@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test matrix examples bench parity lint format clean
+.PHONY: help install demo test matrix examples bench bench-training parity lint format clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 install: $(STAMP)  ## create .venv and install the package with what its development needs
 
@@ -35,6 +35,9 @@ examples: $(STAMP)  ## run the examples and the commands of the README, and chec
 
 bench: $(STAMP)  ## 12 cases in ten minutes; SUITE=full: all, under 100 minutes, can be stopped and resumed; ARGS="--only window"
 	$(BIN)/python benchmarks/bench.py --suite $(or $(SUITE),quick) $(ARGS)
+
+bench-training: $(STAMP)  ## train a small decoder in every mode and in one process: speed, memory, loss curves; ARGS="--smoke"
+	$(BIN)/python benchmarks/training.py $(ARGS)
 
 lint: $(STAMP)  ## ruff, formatting, mypy, import contracts
 	$(BIN)/ruff check .

@@ -70,7 +70,11 @@ MATRIX = (
     "test_gpu_check",
     "test_parity",
     "test_reports",
+    "test_training_benchmark",
 )
+
+
+REPORTS = {report.id for report in reports()}
 
 
 @pytest.hookimpl(tryfirst=True)

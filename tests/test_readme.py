@@ -28,6 +28,8 @@ RUN_ELSEWHERE = {
     "make parity": "tests/test_parity.py",
     "torchrun --standalone --nproc-per-node=2 examples/train.py": "tests/test_train_example.py",
     "torchrun --standalone --nproc-per-node=2 benchmarks/attention.py": "tests/test_benchmarks.py",
+    "python benchmarks/training.py": "tests/test_training_benchmark.py",
+    "make bench-training": "tests/test_training_benchmark.py",
 }
 ONE_NODE = "torchrun --standalone --nproc-per-node=2 examples/"
 FOUR_RANKS = "torchrun --standalone --nproc-per-node=4 examples/"
