@@ -109,7 +109,7 @@ def test_a_part_that_raises_is_an_error_beside_its_rows():
 def test_a_part_that_hangs_is_ended_and_its_rows_are_kept():
     result = run(hanging, allowed=3.0)
     assert result.rows[-1].status == "no time"
-    assert 3.0 <= result.seconds < 15.0
+    assert 3.0 <= result.seconds < 60.0  # the first process of all takes long to start
 
     ours, theirs = mp.Pipe(duplex=False)
     rank, rows = runner._Rank(SimpleNamespace(), ours), []
