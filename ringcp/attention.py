@@ -82,7 +82,8 @@ def attention(
         alibi_slopes: (Hq,) or (B, Hq), fp32, the same on every rank: ``-slope * |i - j|`` is added to the scaled
             (and capped) score of query i and key j, positions of the whole sequence (ALiBi, Press et al. 2022, as
             flash-attn has it for queries and keys of one length). No gradient. Kernels: "reference", and on a CPU
-            "sdpa_flash_cpu", which makes the bias of some rows at a time.
+            "sdpa_flash_cpu", which makes the bias of some rows at a time; so on a GPU "auto" is "reference", with
+            memory for the score matrix of each launch.
         dropout_p: the probability with which a weight is dropped after the softmax, the others divided by 1 - p; 0.0 in
             evaluation is the caller's to say. The lse does not see it. The seed is drawn from torch's generator of the
             CPU; that of rank 0 counts, so a call with dropout always votes. What is dropped depends on the seed, batch
