@@ -175,6 +175,29 @@ def test_compiled(worlds):
     assert all(worlds(2).run(compiled))
 
 
+def compiled_checkpoint(mesh):
+    """Out is linear in v, with the weights that were kept: ``sum(out) = sum(v * dv)``, if dv is of the same ones."""
+    layout, rank = ringcp.HeadTail(21, mesh.size()), mesh.get_local_rank()
+    q, k, v = (layout.shard(x, rank, 2).requires_grad_() for x in whole(Case(21, heads="mha"), 1)[:3])
+    attend = functools.partial(ringcp.attention, mesh=mesh, layout=layout, dropout_p=P, kernel="reference")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        torch._dynamo.reset()
+        again = torch.compile(
+            lambda *x: checkpoint(attend, *x, use_reentrant=False), fullgraph=True, backend="aot_eager"
+        )
+        torch.manual_seed(rank)
+        out = again(q, k, v)
+        torch.manual_seed(99)  # what is recomputed has nothing to do with it
+        (dv,) = torch.autograd.grad(out.sum(), v)
+    return torch.stack([out.detach().sum(), (dv * v.detach()).sum()])
+
+
+def test_compiled_checkpoints_drop_the_same_again(worlds):
+    of_out, of_v = sum(worlds(2).run(compiled_checkpoint)).tolist()
+    assert abs(of_out - of_v) < 1e-10
+
+
 # --- refusals
 
 WRONG = [1.0, 1, -0.1, math.nan, True, "0.1", torch.tensor([0.1, 0.2]), None]
