@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -60,14 +59,14 @@ def write(parity: Parity, out: Path) -> list[Path]:
 
 def markdown(parity: Parity) -> str:
     """The page."""
-    failures = parity.failures()
-    held = (
-        "Every bar below is held." if not failures else "NOT as it must be:\n\n" + "\n".join(f"- {x}" for x in failures)
-    )
+    failures, capability = parity.failures(), torch.backends.cpu.get_cpu_capability()
+    held = "All is as it must be."
+    if failures:
+        held = "NOT as it must be:\n\n" + "\n".join(f"- {failure}" for failure in failures)
     return "\n\n".join(
         [
             "# Parity",
-            f"Written by `{parity.command}` on torch {torch.__version__}, {platform.machine()}, one thread a rank. "
+            f"Written by `{parity.command}` on torch {torch.__version__}, a CPU with {capability}, one thread a rank. "
             f"{parity.about} Seeds are fixed: another run differs in last digits at most. {held}",
             "## Errors against fp64",
             _ERRORS,
