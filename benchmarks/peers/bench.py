@@ -1,0 +1,308 @@
+"""ringcp beside other libraries, from their released packages, in the same rounds: `make bench-peers`.
+
+    python -m benchmarks.peers.bench
+    python -m benchmarks.peers.bench --only documents window --csv results.csv
+
+One launch of ranks a case, so that a library that hangs or spoils its process group spoils one case. Each library and
+mode is first held against the fp64 reference in a small case of the kind, with the code that checks ringcp; one that is
+wrong, or has no way to say the mask, is listed with the reason and not timed. Timed is forward plus backward, on ranks
+of one thread each; the slowest rank counts. The ratio is taken round by round, so that drifts of the machine cancel.
+Without flash-attn the libraries run on a stand-in for it, which makes the kernel calls that ringcp makes (see
+`cpu_flash.py`): what is compared is the schedule, the transfers and the code around the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.cases import Case
+from benchmarks.harness import METRICS, Entrant, Harness
+from benchmarks.peers.adapters import ADAPTERS, installed
+from benchmarks.providers import PROVIDERS, Setting
+from benchmarks.report import Origin, Row, append_csv, quantiles
+
+DOCUMENTS = (4096, 3072, 2048, 1536, 1024, 1024, 768, 640, 512, 512, 384, 256, 192, 128, 128, 64)
+OURS = "ringcp", "auto"
+_FIRST_ROUNDS = 3
+# Slower than this many times ringcp: the first rounds say enough.
+_SLOW = 3.0
+# A launch, the imports, the checks, and what a call may take that is not counted.
+_LAUNCH_S = 300
+
+
+@dataclass(frozen=True)
+class Named:
+    """A case by a short name; ringcp is to be at least `target` times as fast as each library that is right in it."""
+
+    name: str
+    case: Case
+    target: float | None = None
+    world_size: int = 2
+
+    def shrunk(self) -> Named:
+        """At a size that only shows whether it works."""
+        kind, _, numbers = self.case.mask.partition(":")
+        if kind == "documents":
+            lengths = [int(n) // 8 for n in numbers.split(",")]
+            case = replace(self.case, seq_len=sum(lengths), mask=f"documents:{','.join(map(str, lengths))}")
+        else:
+            case = replace(self.case, seq_len=256, mask="window:64" if kind == "window" else self.case.mask)
+        return replace(self, case=case)
+
+
+CASES = (
+    Named("documents", Case(sum(DOCUMENTS), "bf16", f"documents:{','.join(map(str, DOCUMENTS))}"), 1.25),
+    Named("window", Case(16384, "bf16", "window:1024"), 1.5),
+    Named("gqa-8k", Case(8192, "bf16", kv_heads=2), 1.0),
+    Named("causal-2k", Case(2048, "bf16"), 1.0),
+    Named("causal-2k-fp32", Case(2048), 1.0),
+    Named("causal-8k", Case(8192, "bf16"), 0.98),
+    Named("causal-8k-fp32", Case(8192), 0.98),
+    Named("causal-8k-w4", Case(8192, "bf16"), world_size=4),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A library in a mode and case: its seconds and ringcp's, by round; or why it was not timed."""
+
+    case: str
+    provider: str
+    mode: str
+    seconds: list[list[float]]
+    ours: list[list[float]]
+    problem: str = ""
+
+    @property
+    def ratios(self) -> list[float]:
+        """How many times as fast ringcp was, by round."""
+        return [theirs[0] / ours[0] for theirs, ours in zip(self.seconds, self.ours, strict=False)]
+
+    def rows(self, title: str, origin: Origin) -> list[Row]:
+        """Lines for the CSV."""
+
+        def row(metric: str, unit: str, values: Sequence[float]) -> Row:
+            q = quantiles(values) if values else None
+            shown = ["", "", ""] if q is None else [float(f"{x:.6g}") for x in (q.median, q.p20, q.p80)]
+            return Row(self.provider, title, self.mode, metric, unit, *shown, threads=1, **vars(origin))
+
+        if self.problem:
+            return [row("not timed", " ".join(self.problem.split()), [])]
+        times = [row(metric, "ms", [1e3 * s[i] for s in self.seconds]) for i, metric in enumerate(METRICS)]
+        return [*times, row(METRICS[0], "x ringcp's time", self.ratios)]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, `--smoke` applied."""
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    names = [named.name for named in CASES]
+    add("--only", nargs="+", default=names, choices=names, metavar="CASE", help=f"of {', '.join(names)}")
+    add(
+        "--library",
+        nargs="+",
+        default=list(ADAPTERS),
+        choices=ADAPTERS,
+        metavar="NAME",
+        help=f"of {', '.join(ADAPTERS)}",
+    )
+    add("--minutes", type=float, default=15.0, help="for the rounds of all cases together; there are at least three")
+    add("--rounds", type=int, default=25, help="at most so many")
+    add("--csv", type=Path, help="file to append the results to")
+    add("--smoke", action="store_true", help="tiny sizes and one round")
+    add("--to", type=Path, help=argparse.SUPPRESS)  # where the ranks of a launch put their results
+    args = parser.parse_args(argv)
+    for name in ("minutes", "rounds"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name}: expected more than 0, got {getattr(args, name)}")
+    args.cases = [named.shrunk() if args.smoke else named for named in CASES if named.name in args.only]
+    if args.smoke:
+        args.rounds = 1
+    return args
+
+
+def measure(harness: Harness, named: Named, libraries: Sequence[str], rounds: int, seconds: float) -> list[Result]:
+    """Checks and times ringcp and the libraries in one case. Runs on every rank."""
+    mesh = init_device_mesh("cpu", (harness.world_size,), mesh_dim_names=("cp",))
+    PROVIDERS.update({name: p for name, p in installed().items() if name.rpartition(" ")[0] in libraries})
+    theirs = [(name, mode) for name in PROVIDERS if name not in ("sdpa", OURS[0]) for mode in PROVIDERS[name].modes]
+    entrants: list[Entrant] = []
+    results: list[Result] = []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    console = Console(quiet=harness.rank != 0)
+    # Redrawn between the calls that are timed: a thread that does it would take a core from them.
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("", total=1 + len(theirs))
+
+        def progress() -> None:
+            bar.advance(task)
+            bar.refresh()
+
+        for provider, mode in (OURS, *theirs):
+            bar.update(task, description=f"{named.name}: checking {provider} {mode}", refresh=True)
+            setting = Setting(named.case, mesh, mode, "auto", "call")
+            problem = harness.check(provider, setting)
+            if problem:
+                results.append(Result(named.name, provider, mode, [], [], problem))
+            else:
+                entrants.append(harness.entrant(provider, setting))
+            progress()
+        if not entrants or entrants[0].provider != OURS[0]:
+            return results
+        bar.update(task, description=f"{named.name}: first rounds", completed=0)
+        first = min(rounds, _FIRST_ROUNDS)
+        bar.update(task, total=(1 + first) * len(entrants))
+        by_entrant = harness.rounds(entrants, warmup=1, rounds=first, progress=progress)
+        typical = [quantiles([s[0] for s in by_round]).median for by_round in by_entrant]
+        going_on = [i for i, t in enumerate(typical) if t <= _SLOW * typical[0]]
+        spent = (1 + first) * sum(typical)
+        more = min(rounds - first, int((seconds - spent) / sum(typical[i] for i in going_on)))
+        if more > 0:
+            bar.update(task, description=f"{named.name}: rounds", completed=0, total=more * len(going_on))
+            later = harness.rounds([entrants[i] for i in going_on], warmup=0, rounds=more, progress=progress)
+            for i, by_round in zip(going_on, later, strict=True):
+                by_entrant[i] += by_round
+    timed = [
+        Result(named.name, entrant.provider, entrant.mode, by_round, by_entrant[0])
+        for entrant, by_round in zip(entrants, by_entrant, strict=True)
+    ]
+    return timed + results
+
+
+def print_results(console: Console, results: Sequence[Result], cases: Sequence[Named]) -> bool:
+    """A table of how many times as fast ringcp was; whether every target was met."""
+    table = Table(
+        title="forward plus backward; how many times as fast ringcp was, median of the rounds, 20th percentile in "
+        "brackets",
+        title_justify="left",
+    )
+    for column in ("case", "library", "mode"):
+        table.add_column(column)
+    for column in ("ms", "ringcp is faster by", "target", "rounds"):
+        table.add_column(column, justify="right")
+    met = True
+    for named in cases:
+        table.add_section()
+        of_case = [r for r in results if r.case == named.name]
+        for i, result in enumerate(of_case):
+            cells = [
+                f"{named.name}\n{named.case.name} W{named.world_size}" if i == 0 else "",
+                result.provider,
+                result.mode,
+            ]
+            if result.problem:
+                table.add_row(*cells, "", "not timed", "", "")
+                continue
+            cells.append(f"{quantiles([1e3 * s[0] for s in result.seconds]).median:.1f}")
+            if result.provider == OURS[0]:
+                table.add_row(*cells, "", "", str(len(result.seconds)))
+                continue
+            q = quantiles(result.ratios)
+            goal = "" if named.target is None else f"{named.target:g} {'met' if q.median >= named.target else 'MISSED'}"
+            met &= named.target is None or q.median >= named.target
+            table.add_row(*cells, f"{q.median:.2f} ({q.p20:.2f})", goal, str(len(result.seconds)))
+    console.print(table)
+    for result in results:
+        if result.problem:
+            line = f"not timed: {result.provider} {result.mode}, {result.case}: {' '.join(result.problem.split())}"
+            console.print(line, markup=False, highlight=False)
+    return met
+
+
+def _rank(args: argparse.Namespace) -> None:
+    """One rank of one launch: one case."""
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    try:
+        harness = Harness("cpu", threads=1)
+        (named,) = args.cases
+        results = measure(harness, named, args.library, args.rounds, 60 * args.minutes)
+        if harness.rank == 0:
+            args.to.write_text(json.dumps([asdict(result) for result in results]))
+    finally:
+        dist.destroy_process_group()
+
+
+def _launch(named: Named, args: argparse.Namespace, minutes: float, path: Path) -> str:
+    """Runs the ranks of one case; what went wrong, empty if nothing did."""
+    options = [
+        "--only",
+        named.name,
+        "--library",
+        *args.library,
+        "--minutes",
+        f"{minutes:g}",
+        "--rounds",
+        str(args.rounds),
+    ]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={named.world_size}",
+        "--module", "benchmarks.peers.bench", *options, "--to", str(path), *(["--smoke"] if args.smoke else []),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, check=False, timeout=3 * 60 * minutes + _LAUNCH_S)
+    except subprocess.TimeoutExpired as late:
+        return f"it took more than {late.timeout:.0f} s"
+    return f"exit code {done.returncode}" if done.returncode else ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """All cases; 1 if a case did not run or a target was missed."""
+    args = parse(argv)
+    if "RANK" in os.environ:
+        _rank(args)
+        return 0
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=180)
+    here = set(installed())
+    if missing := [name for name in args.library if not any(label.startswith(f"{name} ") for label in here)]:
+        console.print(f"not installed here: {', '.join(missing)}; make bench-peers installs them", markup=False)
+    origin = replace(
+        Origin.here("cpu", 1, argv), command=f"python -m benchmarks.peers.bench {shlex.join(argv)}".strip()
+    )
+    console.print(f"{origin.device}, torch {origin.torch}, commit {origin.commit or 'unknown'}", highlight=False)
+    start = time.monotonic()
+    results: list[Result] = []
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i, named in enumerate(args.cases):
+            done = time.monotonic() - start
+            left = f", about {done / i * (len(args.cases) - i) / 60:.0f} min left" if i else ""
+            console.print(
+                f"[{i + 1}/{len(args.cases)}] {named.name}: {named.case.name} W{named.world_size}{left}", markup=False
+            )
+            path = Path(folder, f"{named.name}.json")
+            problem = _launch(named, args, args.minutes / len(args.cases), path)
+            if problem or not path.exists():
+                failed.append(named.name)
+                console.print(f"{named.name}: no results: {problem}", style="red", markup=False)
+                continue
+            of_case = [Result(**fields) for fields in json.loads(path.read_text())]
+            results += of_case
+            if args.csv:
+                title = f"{named.case.name} W{named.world_size}"
+                append_csv(args.csv, [row for result in of_case for row in result.rows(title, origin)])
+    met = print_results(console, results, args.cases)
+    return int(bool(failed) or not met)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
