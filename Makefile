@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test matrix examples lint format clean
+.PHONY: help install demo test matrix examples bench-peers lint format clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 install: $(STAMP)  ## create .venv and install the package with what its development needs
 
@@ -30,6 +32,14 @@ matrix: $(STAMP)  ## run the rest of the tests: every mode, predicates, and each
 examples: $(STAMP)  ## run the examples and the commands of the README, and check what they say
 	$(BIN)/python -m pytest -m examples $(ARGS)
 
+$(PEERS_STAMP): benchmarks/peers/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $<
+	touch $@
+
+bench-peers: $(PEERS_STAMP)  ## compare with other libraries in .venv-peers, 20 minutes; ARGS="--only documents" or "--smoke"
+	$(PEERS)/bin/python -m benchmarks.peers.bench $(ARGS)
+
 lint: $(STAMP)  ## ruff, formatting, mypy, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,5 +51,5 @@ format: $(STAMP)  ## rewrite the files as ruff would have them
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,11 +1,20 @@
 """What the comparison with other libraries stands on, without them: the stand-in for flash-attn, layouts, cases."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 
+from benchmarks.cases import Case, document_lengths
+from benchmarks.harness import METRICS, Harness
+from benchmarks.peers import adapters, bench
+from benchmarks.peers.rows import in_each_document
 from benchmarks.peers.standin.flash_attn import flash_attn_func, flash_attn_varlen_func
 from benchmarks.peers.standin.flash_attn import flash_attn_interface as interface
+from benchmarks.providers import PROVIDERS
+from benchmarks.report import Origin, append_csv
 from ringcp.testing import assert_close, reference_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -122,3 +131,121 @@ def test_the_stand_in_refuses_what_it_cannot_do():
         flash_attn_func(q.float(), k.float(), v.float())
     with pytest.raises(NotImplementedError, match="dropout_p: expected none"):
         flash_attn_func(q, k, v, dropout_p=0.1)
+
+
+LENGTHS = [8, 4, 16, 4]
+
+
+@pytest.mark.parametrize("head_tail", [False, True])
+def test_each_document_is_cut_among_all_ranks(head_tail):
+    rows = in_each_document(LENGTHS, 2, head_tail=head_tail)
+    whole = torch.arange(32.0).view(1, 1, 32, 1).expand(1, 3, 32, 2)
+    parts = [rows.shard(whole, rank, 2) for rank in range(2)]
+    # The documents begin at 0, 8, 12 and 28.
+    first = [0, 1, 6, 7, 8, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 31]
+    if not head_tail:
+        first = [0, 1, 2, 3, 8, 9, 12, 13, 14, 15, 16, 17, 18, 19, 28, 29]
+    assert parts[0][0, 0, :, 0].tolist() == first
+    assert all(part.transpose(1, 2).is_contiguous() for part in parts)
+    assert torch.equal(rows.unshard(parts, 2), whole)
+
+
+def test_documents_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"expected lengths that 4 parts divide, got \[6\]"):
+        in_each_document([8, 6], 2, head_tail=True)
+
+
+def test_the_small_case_keeps_what_divides_the_documents():
+    for named in bench.CASES:
+        small = named.case.small()
+        if lengths := document_lengths(small.mask):
+            assert (len(lengths), sum(lengths)) == (len(bench.DOCUMENTS), small.seq_len)
+            assert all(n % 8 == 0 for n in lengths)
+    assert document_lengths(Case(12, mask="documents:5,7").small().mask) == [5, 7]
+
+
+def wanted(mask, dtype="bf16", seq_len=256):
+    return adapters.Wanted(Case(seq_len, dtype, mask), None)
+
+
+def test_what_a_library_cannot_be_asked_for_raises_by_name():
+    with pytest.raises(NotImplementedError, match="dtype: flash-attn takes bf16 and fp16, got fp32"):
+        wanted("causal", "fp32").refuse(half=True)
+    with pytest.raises(NotImplementedError, match="documents: none"):
+        wanted("documents:100,156").refuse(documents="none")
+    with pytest.raises(NotImplementedError, match="window: none"):
+        wanted("window:8").refuse(window="none")
+    wanted("causal").refuse(half=True, documents="none", window="none")
+
+
+def test_cases_in_the_words_of_flash_attn():
+    assert (wanted("window:8").window, wanted("window:8").causal) == ((7, 0), True)
+    assert (wanted("full").window, wanted("full").causal) == ((-1, -1), False)
+    assert wanted("documents:100,156").cu_seqlens(2).tolist() == [0, 50, 128]
+    assert wanted("causal").cu_seqlens().tolist() == [0, 256]
+
+
+def measured(mesh):
+    known = dict(PROVIDERS)
+    try:
+        h = Harness("cpu", torch.get_num_threads())
+        named = next(named for named in bench.CASES if named.name == "causal-2k-fp32")
+        return [bench.measure(h, named.shrunk(), ["torch"], 2, 1.0) for named in (named, windowed(named))]
+    finally:
+        PROVIDERS.clear()
+        PROVIDERS.update(known)
+
+
+def windowed(named):
+    return replace(named, case=replace(named.case, mask="window:64"))
+
+
+def test_a_case_with_the_one_library_that_is_always_there(worlds, tmp_path, capsys):
+    first, second = worlds(2).run(measured)
+    assert [[(r.provider, r.mode, r.problem) for r in of_case] for of_case in first] == [
+        [(r.provider, r.mode, r.problem) for r in of_case] for of_case in second
+    ]
+    causal, window = first
+    assert [r.mode.partition(":")[0] for r in causal] == ["auto", "p2p", "allgather"]
+    assert all(len(r.seconds) == 2 and not r.problem for r in causal)
+    assert [bool(r.problem) for r in window] == [False, True, True]
+    assert "window: no mask but causal" in window[1].problem
+
+    origin = Origin("2.13.0", "a cpu", "abc", "python")
+    rows = [row for result in (*causal, *window) for row in result.rows("a title", origin)]
+    assert {row.metric for row in rows if "torch" in row.provider} == {"not timed", *METRICS}
+    append_csv(tmp_path / "x.csv", rows)
+    bench.print_results(Console(width=180), causal + window, bench.CASES)
+    assert "window: no mask but causal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("seconds", "met"), [([2.0, 2.0, 4.0], True), ([1.1, 1.1, 4.0], False)])
+def test_targets_are_of_the_median_of_ratios_in_the_same_round(seconds, met, capsys):
+    documents = bench.CASES[0]
+    ours = bench.Result(documents.name, "ringcp", "auto", [[1.0] * 3, [1.0] * 3, [2.0] * 3], [[1.0] * 3] * 3)
+    theirs = bench.Result(documents.name, "a library", "ring", [[s] * 3 for s in seconds], ours.seconds)
+    assert theirs.ratios == [seconds[0], seconds[1], 2.0]
+    assert bench.print_results(Console(width=180), [ours, theirs], [documents]) is met
+    assert ("1.25 met" in capsys.readouterr().out) is met
+
+
+def test_the_options():
+    args = bench.parse([])
+    assert [named.name for named in args.cases] == [named.name for named in bench.CASES]
+    smoke = bench.parse(["--smoke", "--only", "documents", "window"])
+    assert [named.case.seq_len for named in smoke.cases] == [2048, 256]
+    assert smoke.rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only", "warp"], "argument --only: invalid choice: 'warp'"),
+        (["--library", "warp"], "argument --library: invalid choice: 'warp'"),
+        (["--rounds", "0"], "--rounds: expected more than 0, got 0"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse(options)
+    assert message in capsys.readouterr().err

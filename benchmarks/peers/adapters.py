@@ -274,7 +274,9 @@ def _para_attn_ring(wanted: Wanted) -> Prepared:
 
 
 def _deepspeed_ulysses(wanted: Wanted) -> Prepared:
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    # It builds an extension when it is first set up.
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     from deepspeed.sequence.layer import DistributedAttention
 

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -45,6 +46,8 @@ _FIRST_ROUNDS = 3
 _SLOW = 3.0
 # A launch, the imports, the checks, and what a call may take that is not counted.
 _LAUNCH_S = 300
+# What torchrun, torch and transformers would say about each rank.
+_QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,7 @@ def print_results(console: Console, results: Sequence[Result], cases: Sequence[N
 
 def _rank(args: argparse.Namespace) -> None:
     """One rank of one launch: one case."""
+    warnings.simplefilter("ignore", FutureWarning)  # of torch, about how the libraries call it
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     try:
         harness = Harness("cpu", threads=1)
@@ -257,7 +261,7 @@ def _launch(named: Named, args: argparse.Namespace, minutes: float, path: Path) 
         "--module", "benchmarks.peers.bench", *options, "--to", str(path), *(["--smoke"] if args.smoke else []),
     ]  # fmt: skip
     try:
-        done = subprocess.run(command, check=False, timeout=3 * 60 * minutes + _LAUNCH_S)
+        done = subprocess.run(command, check=False, timeout=3 * 60 * minutes + _LAUNCH_S, env={**_QUIET, **os.environ})
     except subprocess.TimeoutExpired as late:
         return f"it took more than {late.timeout:.0f} s"
     return f"exit code {done.returncode}" if done.returncode else ""
