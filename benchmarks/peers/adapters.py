@@ -32,6 +32,7 @@ from benchmarks.providers import Attention, Prepared, Provider, Setting
 # What a rank waits for one that raised, in a library that says nothing to its peers.
 PATIENCE = timedelta(minutes=1)
 _NO_WINDOW = -1, -1
+_MOST_SCORES = 2**30
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,10 @@ def _ringmaster(backend: str, balance: str, rotate: str, wanted: Wanted) -> Prep
         ring_size={"ulysses": 1, "ring": size, "usp": size // 2}[backend],
     )  # fmt: skip
     plain = not wanted.documents and wanted.window == _NO_WINDOW
+    # Without CUDA these are plain matrix products, and hold all scores of a block several times over.
+    scores = 4 * wanted.case.heads * (wanted.case.seq_len // size) ** 2
+    if (balance != "none" or (rotate == "alltoall" and plain)) and scores > _MOST_SCORES:
+        raise NotImplementedError(f"memory: without CUDA it holds all scores of a block, {scores / 2**30:.1f} GiB")
     flash = backend != "ulysses" or not plain
     wanted.refuse(half=flash)
     runtime = rm.setup(
@@ -274,13 +279,13 @@ def _para_attn_ring(wanted: Wanted) -> Prepared:
 
 
 def _deepspeed_ulysses(wanted: Wanted) -> Prepared:
-    # It builds an extension when it is first set up.
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     from deepspeed.sequence.layer import DistributedAttention
 
     if not deepspeed.comm.is_initialized():
+        # It would compile an extension now, for an all-reduce that is not used here.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     layer = DistributedAttention(on_whole_heads(wanted), wanted.group(), scatter_idx=2, gather_idx=1)
     return Prepared(rows_first(lambda q, k, v: layer(q, k, v, 0)), wanted.layout(ringcp.Contiguous))

@@ -144,50 +144,70 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def measure(harness: Harness, named: Named, libraries: Sequence[str], rounds: int, seconds: float) -> list[Result]:
     """Checks and times ringcp and the libraries in one case. Runs on every rank."""
-    mesh = init_device_mesh("cpu", (harness.world_size,), mesh_dim_names=("cp",))
     PROVIDERS.update({name: p for name, p in installed().items() if name.rpartition(" ")[0] in libraries})
-    theirs = [(name, mode) for name in PROVIDERS if name not in ("sdpa", OURS[0]) for mode in PROVIDERS[name].modes]
-    entrants: list[Entrant] = []
-    results: list[Result] = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    console = Console(quiet=harness.rank != 0)
     # Redrawn between the calls that are timed: a thread that does it would take a core from them.
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("", total=1 + len(theirs))
-
-        def progress() -> None:
-            bar.advance(task)
-            bar.refresh()
-
-        for provider, mode in (OURS, *theirs):
-            bar.update(task, description=f"{named.name}: checking {provider} {mode}", refresh=True)
-            setting = Setting(named.case, mesh, mode, "auto", "call")
-            problem = harness.check(provider, setting)
-            if problem:
-                results.append(Result(named.name, provider, mode, [], [], problem))
-            else:
-                entrants.append(harness.entrant(provider, setting))
-            progress()
+    with Progress(*columns, console=Console(quiet=harness.rank != 0), auto_refresh=False, transient=True) as bar:
+        entrants, refused = _checked(harness, named, bar)
         if not entrants or entrants[0].provider != OURS[0]:
-            return results
-        bar.update(task, description=f"{named.name}: first rounds", completed=0)
-        first = min(rounds, _FIRST_ROUNDS)
-        bar.update(task, total=(1 + first) * len(entrants))
-        by_entrant = harness.rounds(entrants, warmup=1, rounds=first, progress=progress)
-        typical = [quantiles([s[0] for s in by_round]).median for by_round in by_entrant]
-        going_on = [i for i, t in enumerate(typical) if t <= _SLOW * typical[0]]
-        spent = (1 + first) * sum(typical)
-        more = min(rounds - first, int((seconds - spent) / sum(typical[i] for i in going_on)))
-        if more > 0:
-            bar.update(task, description=f"{named.name}: rounds", completed=0, total=more * len(going_on))
-            later = harness.rounds([entrants[i] for i in going_on], warmup=0, rounds=more, progress=progress)
-            for i, by_round in zip(going_on, later, strict=True):
-                by_entrant[i] += by_round
+            return refused
+        by_entrant = _timed(harness, named.name, entrants, rounds, seconds, bar)
     timed = [
         Result(named.name, entrant.provider, entrant.mode, by_round, by_entrant[0])
         for entrant, by_round in zip(entrants, by_entrant, strict=True)
     ]
-    return timed + results
+    return timed + refused
+
+
+def _checked(harness: Harness, named: Named, bar: Progress) -> tuple[list[Entrant], list[Result]]:
+    """Who is right in the case, ringcp first, and what is wrong with the others."""
+    mesh = init_device_mesh("cpu", (harness.world_size,), mesh_dim_names=("cp",))
+    theirs = [(name, mode) for name in PROVIDERS if name not in ("sdpa", OURS[0]) for mode in PROVIDERS[name].modes]
+    entrants, refused = [], []
+    task = bar.add_task("", total=1 + len(theirs))
+    for provider, mode in (OURS, *theirs):
+        bar.update(task, description=f"{named.name}: checking {provider} {mode}", refresh=True)
+        setting = Setting(named.case, mesh, mode, "auto", "call")
+        problem = harness.check(provider, setting)
+        if not problem:
+            try:
+                entrants.append(harness.entrant(provider, setting))
+            except (NotImplementedError, ValueError) as refusal:  # of this size, on every rank alike
+                problem = str(refusal)
+        if problem:
+            refused.append(Result(named.name, provider, mode, [], [], problem))
+        bar.update(task, advance=1, refresh=True)
+    bar.remove_task(task)
+    return entrants, refused
+
+
+def _timed(
+    harness: Harness, name: str, entrants: Sequence[Entrant], rounds: int, seconds: float, bar: Progress
+) -> list[list[list[float]]]:
+    """Seconds by entrant, round and metric: a few rounds of all, then as many as there is time for of those that are
+    not slow.
+    """
+
+    def run(chosen: Sequence[Entrant], warmup: int, rounds: int) -> list[list[list[float]]]:
+        task = bar.add_task(f"{name}: rounds", total=(warmup + rounds) * len(chosen))
+        seconds = harness.rounds(
+            chosen, warmup=warmup, rounds=rounds, progress=lambda: bar.update(task, advance=1, refresh=True)
+        )
+        bar.remove_task(task)
+        return seconds
+
+    first = min(rounds, _FIRST_ROUNDS)
+    by_entrant = run(entrants, 1, first)
+    # The same on every rank, as the seconds are.
+    typical = [quantiles([s[0] for s in by_round]).median for by_round in by_entrant]
+    going_on = [i for i, t in enumerate(typical) if t <= _SLOW * typical[0]]
+    time_left = seconds - (1 + first) * sum(typical)
+    more = min(rounds - first, int(time_left / sum(typical[i] for i in going_on)))
+    if more > 0:
+        later = run([entrants[i] for i in going_on], 0, more)
+        for i, by_round in zip(going_on, later, strict=True):
+            by_entrant[i] += by_round
+    return by_entrant
 
 
 def print_results(console: Console, results: Sequence[Result], cases: Sequence[Named]) -> bool:
