@@ -5,9 +5,9 @@
 
 Each round times the baseline (`F.scaled_dot_product_attention` on rank 0 with all cores, the other ranks asleep) and
 every provider, forward and backward, agreement of the ranks included. All ranks are timed from a barrier on, and the
-slowest counts. Each provider is first held against the fp64 reference in a small case; a wrong one is reported, not
-timed. With CUDA the same runs on NCCL, one device a rank, and the percentages are of the baseline's one device times
-the number of devices.
+slowest counts. Each provider is first held against the fp64 reference, in a small case and by some rows of the case;
+a wrong one is reported, not timed. `benchmarks/bench.py` runs whole suites of cases. With CUDA the same runs on NCCL,
+one device a rank, and the percentages are of the baseline's one device times the number of devices.
 
 `--csv FILE` appends to FILE, `--breakdown` adds what `ringcp.record()` sees, `--smoke` only tries whether all of it
 works. Nothing else should run on the machine. Needs rich (`pip install ringcp[dev]`).
@@ -19,27 +19,24 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 # torchrun runs this file as a script; let its folder's modules be benchmarks.*, so that they hide no others.
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts memory announces itself otherwise
 
-import torch
-import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.cases import DTYPES, Case
-from benchmarks.harness import METRICS, Breakdown, Entrant, Harness
+from benchmarks.harness import Harness
+from benchmarks.meters import ByWork, quiet_unless
 from benchmarks.providers import BASELINE, PROVIDERS, Setting
-from benchmarks.report import Measured, Origin, append_csv, percent_of_baseline, print_breakdown, print_table
+from benchmarks.report import Measured, Origin, append_csv, print_breakdown, print_table
+from benchmarks.runner import Effort, Job, ranks, run_case
 from ringcp.layout import LAYOUT_NAMES
 
 _SMOKE_LEN = 128
-_BREAKDOWN_CALLS = 5
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -103,83 +100,32 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def run_case(
-    harness: Harness, args: argparse.Namespace, settings: Sequence[tuple[str, Setting]], bar: Progress
-) -> list[Measured]:
-    """Checks and times the baseline, which comes first, and the providers in one case."""
-    task = bar.task_ids[-1]
-    case = settings[0][1].case
-    name, weight = f"{case.name} W{harness.world_size}", _weight(case)
-    turns = args.rounds + args.warmup
-    entrants: list[Entrant] = []
-    wrong: list[Measured] = []
-    for provider, setting in settings:
-        bar.update(task, description=f"{case.name}: checking {provider} {setting.mode}", refresh=True)
-        problem = "" if provider == BASELINE else harness.check(provider, setting)
-        if problem:
-            wrong.append(Measured(provider, name, setting.mode, [], [], wrong=problem))
-            bar.advance(task, weight * turns)
-        else:
-            entrants.append(harness.entrant(provider, setting))
-    bar.update(task, description=case.name, refresh=True)
-
-    def progress() -> None:
-        bar.advance(task, weight)
-        bar.refresh()
-
-    seconds = harness.rounds(entrants, warmup=args.warmup, rounds=args.rounds, progress=progress)
-    devices = min(harness.world_size, torch.cuda.device_count()) if harness.device == "cuda" else 1
-    results = []
-    for entrant, by_round in zip(entrants, seconds, strict=True):
-        ratios = [
-            percent_of_baseline([s[i] for s in seconds[0]], [s[i] for s in by_round], devices=devices)
-            for i in range(len(METRICS))
-        ]
-        percents = [list(by_metric) for by_metric in zip(*ratios, strict=True)]
-        breakdown: tuple[Breakdown, ...] = ()
-        if args.breakdown and not entrant.single_process:
-            breakdown = tuple(harness.breakdown(entrant, calls=1 if args.smoke else _BREAKDOWN_CALLS))
-        results.append(Measured(entrant.provider, name, entrant.mode, by_round, percents, breakdown=breakdown))
-    return results + wrong
-
-
 def main(argv: Sequence[str]) -> None:
     args = parse(argv)
     if "RANK" not in os.environ:
         raise SystemExit("attention.py: expected a launch by torchrun, got no RANK; --help shows the command")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
-    try:
-        harness = Harness(device, args.threads)
-        mesh = init_device_mesh(device, (harness.world_size,), mesh_dim_names=("cp",))
+    with ranks(args.threads) as (harness, mesh):
         _run(harness, mesh, args, argv)
-    finally:
-        dist.destroy_process_group()
 
 
 def _run(harness: Harness, mesh: DeviceMesh, args: argparse.Namespace, argv: Sequence[str]) -> None:
     first = harness.rank == 0
-    console = Console(quiet=not first)
-    if not console.is_terminal:
-        console = Console(quiet=not first, width=180)
+    console = quiet_unless(first)
     origin = Origin.here(harness.device, harness.world_size, argv)
     about = f"{origin.device}, torch {origin.torch}, {harness.world_size} ranks x {args.threads} threads"
     console.print(f"{about}, commit {origin.commit or 'unknown'}\n{origin.command}", markup=False, highlight=False)
     names = [(BASELINE, mode) for mode in PROVIDERS[BASELINE].modes]
     names += [(p, mode) for p in args.provider if p != BASELINE for mode in args.mode if mode in PROVIDERS[p].modes]
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(elapsed_when_finished=True)
+    effort = Effort(args.rounds, args.warmup, breakdown=args.breakdown)
     results: list[Measured] = []
-    # Refreshed between the calls that are timed; a thread that redraws would take a core from them.
-    with Progress(*columns, console=console, auto_refresh=False, speed_estimate_period=600) as bar:
-        turns = len(names) * (args.rounds + args.warmup)
-        bar.add_task("", total=sum(_weight(case) * turns for case in args.cases))
+    meter = ByWork(console, sum(_weight(case) * len(names) * effort.turns for case in args.cases))
+    with meter.progress:
         for case in args.cases:
+            meter.weight = _weight(case)
             settings = [
                 (name, Setting(case, mesh, mode, args.layout, args.agree, args.ulysses_degree)) for name, mode in names
             ]
-            measured = run_case(harness, args, settings, bar)
+            measured = run_case(harness, Job(settings), effort, meter)
             if first and args.csv:
                 rows = [row for result in measured for row in result.rows(origin, harness.threads_of(result.provider))]
                 append_csv(args.csv, rows)
@@ -191,7 +137,7 @@ def _run(harness: Harness, mesh: DeviceMesh, args: argparse.Namespace, argv: Seq
 
 def _weight(case: Case) -> int:
     """What a call takes, for the time left; no unit."""
-    return case.batch * case.heads * case.head_dim * case.seq_len**2
+    return case.batch * case.heads * case.head_dim * case.pairs
 
 
 if __name__ == "__main__":

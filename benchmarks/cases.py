@@ -81,6 +81,23 @@ class Case:
         mask = f"{len(lengths)} documents" if lengths else self.mask
         return f"{mask} {self.dtype} B{self.batch} H{heads} D{self.head_dim} S{self.seq_len}"
 
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it attends to, of one head and batch row."""
+        kind, _, numbers = self.mask.partition(":")
+        if kind == "full":
+            return self.seq_len**2
+        window = min(int(numbers), self.seq_len) if kind == "window" else self.seq_len
+        lengths = document_lengths(self.mask) or [self.seq_len]
+        return sum(min(n, window) * (min(n, window) + 1) // 2 + max(0, n - window) * window for n in lengths)
+
+    def shrunk(self, divisor: int) -> Case:
+        """The same kind of problem with so many times fewer tokens, in a window and each document too."""
+        kind, _, numbers = self.mask.partition(":")
+        shorter = [max(1, int(n) // divisor) for n in numbers.split(",")] if numbers else []
+        mask = f"{kind}:{','.join(map(str, shorter))}" if shorter else self.mask
+        return replace(self, mask=mask, seq_len=sum(shorter) if kind == "documents" else self.seq_len // divisor)
+
     def small(self) -> Case:
         """The same problem, short enough for the fp64 reference, long enough for a window to cut something."""
         kind, _, numbers = self.mask.partition(":")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import ringcp
-from benchmarks.cases import DTYPES, parse_mask
-from benchmarks.providers import BASELINE, PROVIDERS, Attention, Setting
-from ringcp.testing import assert_close, reference_attention
+from benchmarks.checks import Rows, compare, results_at, sampled
+from benchmarks.providers import PROVIDERS, Attention, Setting
+from benchmarks.suite import BARE
+from benchmarks.usage import Span, Usage, spans, usage_of
 
 METRICS = ("forward+backward", "forward", "backward")
 
@@ -28,17 +30,67 @@ _SPIN_S = 0.03
 
 @dataclass(frozen=True)
 class Entrant:
-    """A provider in a mode, in one case, with this rank's tensors."""
+    """A provider in a mode, in one case, with this rank's tensors; none on a rank that only waits.
+
+    companion: what it is there for, of the words in `benchmarks/suite.py`; empty for those that are compared.
+    """
 
     provider: str
     mode: str
     attention: Attention
     tensors: list[Tensor]
     layout: ringcp.Layout | None
+    companion: str = ""
+
+    @property
+    def waits(self) -> bool:
+        return not self.tensors
+
+    def forward(self) -> Any:
+        """What is timed as forward; `backward` takes what it returns."""
+        return self.attention(*self.tensors[:3])
+
+    def backward(self, out: Any) -> Any:
+        *inputs, grad = self.tensors
+        return torch.autograd.grad(out, inputs, grad)
 
     @property
     def single_process(self) -> bool:
         return PROVIDERS[self.provider].single_process
+
+
+@dataclass(frozen=True)
+class Transfers(Entrant):
+    """Only bytes, and as many as another entrant sends: one batch of P2P between two ranks in each direction.
+
+    sizes: what this rank sends in forward and in backward, and what it receives.
+    """
+
+    sizes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+
+    def forward(self) -> Any:
+        self._move(*self.sizes[0])
+
+    def backward(self, out: Any) -> Any:
+        self._move(*self.sizes[1])
+
+    def _move(self, sent: int, received: int) -> None:
+        leaving, coming = torch.zeros(sent, dtype=torch.uint8), torch.empty(received, dtype=torch.uint8)
+        other = 1 - dist.get_rank()
+        ops = [(dist.isend, leaving), (dist.irecv, coming)]
+        device = self.tensors[0].device
+        batch = [dist.P2POp(op, x.to(device), other) for op, x in ops if x.numel()]
+        for work in dist.batch_isend_irecv(batch) if batch else []:
+            work.wait()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One call on one rank: its steps, and when forward and all of it ended. Seconds from its start."""
+
+    spans: list[Span]
+    forward: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -80,38 +132,87 @@ class Harness:
 
     def entrant(self, provider: str, setting: Setting) -> Entrant:
         """Prepares a provider: its function, and this rank's part of the tensors."""
+        if self.rank >= (1 if PROVIDERS[provider].single_process else setting.mesh.size()):
+            return Entrant(provider, setting.mode, _absent, [], None)
         prepared = PROVIDERS[provider].prepare(setting)
         tensors = setting.case.tensors(self.device)
         if prepared.layout is not None:
             tensors = [prepared.layout.shard(x, self.rank, 2) for x in tensors]
-        elif self.rank != 0:
-            tensors = []
         tensors = [x.requires_grad_(i < 3) for i, x in enumerate(tensors)]
         mode = f"{setting.mode}: {prepared.meant}" if prepared.meant else setting.mode
         return Entrant(provider, mode, prepared.attention, tensors, prepared.layout)
 
-    def check(self, provider: str, setting: Setting) -> str:
-        """What is wrong with a provider's out, dq, dk or dv in a small case of this kind; empty if nothing is."""
-        setting = replace(setting, case=setting.case.small())
-        results, error = None, ""
+    def admit(self, provider: str, setting: Setting) -> Entrant | str:
+        """Prepares a provider, and holds it against the reference: in a small case of this kind, then by rows in the
+        case itself, which is a first call and warms up. Or what is wrong with its out, dq, dk or dv.
+        """
+        problem = self._checked(provider, replace(setting, case=setting.case.small()), by_rows=False)[1]
+        if problem:
+            return problem
+        entrant, problem = self._checked(provider, setting, by_rows=True)
+        return problem or entrant
+
+    def _checked(self, provider: str, setting: Setting, by_rows: bool) -> tuple[Entrant, str]:
+        """A provider, and what is wrong with one call of it; the latter is the same on every rank."""
+        case = setting.case
+        rows = sampled(case) if by_rows else None
+        entrant = Entrant(provider, setting.mode, _absent, [], None)
+        found, error = None, ""
         try:
             entrant = self.entrant(provider, setting)
-            if self.rank == 0 or not entrant.single_process:
-                results = [x.detach().cpu() for x in compute(entrant.attention, entrant.tensors)]
+            if not entrant.waits:
+                with self._cores(entrant):
+                    found = results_at(rows, entrant.attention, entrant.tensors, entrant.layout, self.rank)
         except Exception as raised:
             error = f"rank {self.rank} raised {type(raised).__name__}: {raised}"
-        by_rank: list[tuple[list[Tensor] | None, str]] = [(None, "")] * self.world_size
-        dist.all_gather_object(by_rank, (results, error), group=self._control)
+        by_rank: list[tuple[Rows | None, str]] = [(None, "")] * self.world_size
+        dist.all_gather_object(by_rank, (found, error), group=self._control)
         errors = [error for _, error in by_rank if error]
         verdict = [errors[0] if errors else ""]
         if self.rank == 0 and not errors:
-            parts = [results for results, _ in by_rank if results is not None]
-            whole = parts[0] if entrant.layout is None else [
-                entrant.layout.unshard(part, 2) for part in zip(*parts, strict=True)
-            ]  # fmt: skip
-            verdict = [_compare(setting, whole)]
+            with self._all_cores():
+                verdict = [compare(case, rows, [found for found, _ in by_rank if found is not None], self.device)]
         dist.broadcast_object_list(verdict, src=0, group=self._control)
-        return verdict[0]
+        return entrant, verdict[0]
+
+    def same(self, value: float) -> float:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
+
+    def usage(self, entrant: Entrant) -> Usage:
+        """Bytes sent and peak memory of a call, each on the rank where it is largest."""
+        mine = Usage(0.0, 0.0)
+        dist.barrier(self._control)
+        if not entrant.waits:
+            with self._cores(entrant):
+                mine = usage_of(lambda: entrant.backward(entrant.forward()), self.device)
+        most = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._control)
+        return Usage(*most.tolist())
+
+    def timeline(self, entrant: Entrant) -> list[Timeline]:
+        """A call's steps by rank."""
+        dist.barrier(self._control)
+        with ringcp.record() as recorder:
+            both, forward, _ = self._clock(entrant)
+        mine = Timeline(spans(recorder), forward, both)
+        by_rank = [mine] * self.world_size
+        dist.all_gather_object(by_rank, mine, group=self._control)
+        return by_rank
+
+    def bare(self, entrant: Entrant) -> Transfers:
+        """The transfers of a call between two ranks, by themselves."""
+        assert self.world_size == 2, "each rank has one other"
+        with ringcp.record() as recorder:
+            self._clock(entrant)
+        sizes = []
+        for direction in ("forward", "backward"):
+            steps = [step for step in recorder.steps if step.direction.startswith(direction)]
+            sizes.append((sum(s.bytes_sent for s in steps), sum(s.bytes_received for s in steps)))
+        name = f"{BARE} {entrant.mode}"
+        return Transfers(entrant.provider, name, _absent, entrant.tensors, None, BARE, (sizes[0], sizes[1]))
 
     def rounds(
         self, entrants: Sequence[Entrant], *, warmup: int, rounds: int, progress: Callable[[], None]
@@ -161,14 +262,15 @@ class Harness:
     def _slowest(self, entrant: Entrant) -> list[float]:
         seconds = [0.0] * len(METRICS)
         dist.barrier(self._control)
-        if not entrant.single_process:
-            seconds = self._clock(entrant)
-        elif self.rank == 0:
-            with self._all_cores():
+        if not entrant.waits:
+            with self._cores(entrant):
                 seconds = self._clock(entrant)
         times = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=self._control)  # here the others sleep while rank 0 computes
         return times.tolist()
+
+    def _cores(self, entrant: Entrant) -> AbstractContextManager[None]:
+        return self._all_cores() if entrant.single_process else nullcontext()
 
     @contextmanager
     def _all_cores(self) -> Iterator[None]:
@@ -181,11 +283,10 @@ class Harness:
 
     def _clock(self, entrant: Entrant) -> list[float]:
         """Seconds on this rank, in the order of `METRICS`."""
-        q, k, v, grad = entrant.tensors
         start = self._now()
-        out = entrant.attention(q, k, v)
+        out = entrant.forward()
         middle = self._now()
-        grads = torch.autograd.grad(out, (q, k, v), grad)
+        grads = entrant.backward(out)
         end = self._now()
         del out, grads  # freed outside of the time, for all alike
         return [end - start, middle - start, end - middle]
@@ -196,31 +297,5 @@ class Harness:
         return time.perf_counter()
 
 
-def compute(attention: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """out, dq, dk, dv."""
-    q, k, v, grad = tensors
-    out = attention(q, k, v)
-    return [out, *torch.autograd.grad(out, (q, k, v), grad)]
-
-
-def _compare(setting: Setting, results: Sequence[Tensor]) -> str:
-    """Held against fp64 attention, with the error of SDPA in the same dtype as the bar; empty if it is right."""
-
-    def leaves(device: str) -> list[Tensor]:
-        return [x.requires_grad_(i < 3) for i, x in enumerate(setting.case.tensors(device))]
-
-    q, k, v, grad = leaves("cpu")
-    out, _ = reference_attention(q, k, v, mask=parse_mask(setting.case.mask))
-    expected = [out, *torch.autograd.grad(out, (q, k, v), grad.double())]
-    baseline = [
-        x.cpu() for x in compute(PROVIDERS[BASELINE].prepare(setting).attention, leaves(setting.mesh.device_type))
-    ]
-    for name, *tensors in zip(("out", "dq", "dk", "dv"), results, expected, baseline, strict=True):
-        actual, wanted, one_kernel = (x.detach() for x in tensors)
-        try:
-            if actual.dtype != DTYPES[setting.case.dtype]:
-                return f"{name}: expected {DTYPES[setting.case.dtype]}, got {actual.dtype}"
-            assert_close(actual, wanted, baseline=one_kernel, name=name)
-        except AssertionError as error:
-            return str(error)
-    return ""
+def _absent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise AssertionError("this rank has no part in it")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringcp
-from benchmarks.cases import Case, document_lengths, parse_mask
+from benchmarks.cases import DTYPES, Case, document_lengths, parse_mask
 from ringcp.groups import neighbours
 from ringcp.layout import layout_named
 from ringcp.modes import MODES, choose_mode
@@ -50,7 +50,7 @@ class Prepared:
 class Provider:
     """A named way to compute attention.
 
-    prepare: what need not be done per call. It runs on every rank.
+    prepare: what need not be done per call. It runs on every rank of the mesh, for a single process on rank 0.
     modes: those it knows; other modes are not run.
     single_process: rank 0 computes the whole sequence with all cores, while the other ranks wait.
     """
@@ -85,19 +85,23 @@ def _ringcp(setting: Setting) -> Prepared:
         assert isinstance(out, Tensor)  # and not the lse as well
         return out
 
-    return Prepared(attention, layout, _meant(setting, mask) if setting.mode == "auto" else "")
+    meant = ""
+    if setting.mode == "auto":
+        ranks = setting.mesh.mesh.flatten().tolist()
+        meant = meant_by_auto(setting.case, len(ranks), neighbours(ranks), setting.mesh.device_type)
+    return Prepared(attention, layout, meant)
 
 
-def _meant(setting: Setting, mask: ringcp.Mask) -> str:
-    case, mesh = setting.case, setting.mesh
+def meant_by_auto(case: Case, world_size: int, ranks_per_node: int, device_type: str) -> str:
+    """The mode that ringcp's "auto" is."""
     choice = choose_mode(
         q_heads=case.heads,
         kv_heads=case.kv_heads,
         seq_len=case.seq_len,
-        world_size=mesh.size(),
-        ranks_per_node=neighbours(mesh.mesh.flatten().tolist()),
-        mask=mask,
-        device_type=mesh.device_type,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        mask=parse_mask(case.mask),
+        device_type=device_type,
     )
     return choice.mode
 
@@ -107,14 +111,12 @@ def _sdpa(setting: Setting) -> Prepared:
     lengths = document_lengths(case.mask)
     if lengths:
         return Prepared(lambda q, k, v: _a_call_a_document(q, k, v, lengths, case.heads != case.kv_heads), None)
-    causal, mask = case.mask == "causal", None
-    if case.mask not in ("causal", "full"):
-        positions = torch.arange(case.seq_len, device=setting.mesh.device_type)
-        mask = parse_mask(case.mask).dense(positions, positions)
+    if case.mask.startswith("window:"):
+        return Prepared(_a_call_a_window(case, setting.mesh.device_type), None)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=case.heads != case.kv_heads
+            q, k, v, is_causal=case.mask == "causal", enable_gqa=case.heads != case.kv_heads
         )
 
     return Prepared(attention, None)
@@ -126,6 +128,31 @@ def _a_call_a_document(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], enab
     return torch.cat(
         [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=enable_gqa) for part in parts], 2
     )
+
+
+def _a_call_a_window(case: Case, device: str) -> Attention:
+    """As many queries as the window is long in one call, against the keys that one of them sees, with a mask: a mask of
+    the whole sequence would have SDPA compute all of it.
+    """
+    window = int(case.mask.partition(":")[2])
+    calls = []
+    for start in range(0, case.seq_len, window):
+        rows, keys = range(start, min(start + window, case.seq_len)), max(0, start - window + 1)
+        at = (torch.arange(first, rows.stop, device=device) for first in (start, keys))
+        hidden = ~parse_mask(case.mask).dense(*at)
+        bias = torch.zeros(hidden.shape, dtype=DTYPES[case.dtype], device=device).masked_fill(hidden, -torch.inf)
+        calls.append((slice(start, rows.stop), slice(keys, rows.stop), bias))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [
+            F.scaled_dot_product_attention(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], attn_mask=bias, enable_gqa=case.heads != case.kv_heads
+            )
+            for rows, keys, bias in calls
+        ]
+        return torch.cat(parts, 2)
+
+    return attention
 
 
 BASELINE = "sdpa"

@@ -9,12 +9,13 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import METRICS, Breakdown
+from benchmarks.harness import METRICS, Breakdown, Timeline
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,9 +84,14 @@ class Origin:
 
     @classmethod
     def here(cls, device: str, world_size: int, argv: Sequence[str]) -> Origin:
+        """Of `benchmarks/attention.py`, run with these options."""
         command = f"torchrun --standalone --nproc-per-node={world_size} benchmarks/attention.py {shlex.join(argv)}"
+        return cls.of(device, command.strip())
+
+    @classmethod
+    def of(cls, device: str, command: str) -> Origin:
         name = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
-        return cls(torch.__version__, name, _commit(), command.strip())
+        return cls(torch.__version__, name, _commit(), command)
 
 
 def append_csv(path: Path, rows: Iterable[Row]) -> None:
@@ -107,9 +113,19 @@ def append_csv(path: Path, rows: Iterable[Row]) -> None:
         writer.writerows([getattr(row, field.name) for field in fields(Row)] for row in rows)
 
 
+class Values(NamedTuple):
+    """A further metric of an entrant: one value, or one for each round."""
+
+    metric: str
+    unit: str
+    values: list[float]
+
+
 @dataclass(frozen=True)
 class Measured:
-    """An entrant's seconds by round and metric, likewise its speed in percent of the baseline; or what is wrong."""
+    """An entrant's seconds by round and metric, likewise its speed in percent of the baseline, and what else there is;
+    or what is wrong. `percents` is empty for what does not compute the case.
+    """
 
     provider: str
     case: str
@@ -118,6 +134,8 @@ class Measured:
     percents: list[list[float]]
     wrong: str = ""
     breakdown: tuple[Breakdown, ...] = ()
+    more: tuple[Values, ...] = ()
+    timelines: tuple[Timeline, ...] = ()
 
     def rows(self, origin: Origin, threads: int) -> list[Row]:
         """Lines for the CSV. A wrong provider has one, whose metric is "wrong" and whose unit says why."""
@@ -135,7 +153,9 @@ class Measured:
         rows = []
         for i, metric in enumerate(METRICS):
             rows.append(row(metric, "ms", [1e3 * s[i] for s in self.seconds]))
-            rows.append(row(metric, "% of sdpa", [p[i] for p in self.percents]))
+            if self.percents:
+                rows.append(row(metric, "% of sdpa", [p[i] for p in self.percents]))
+        rows += [row(*values) for values in self.more]
         for b in self.breakdown:
             rows.append(row(f"{b.direction} tiles", "count", [b.tiles]))
             rows.append(row(f"{b.direction} sent", "bytes", [b.bytes_sent]))
@@ -171,8 +191,9 @@ def print_table(console: Console, results: Sequence[Measured], *, world_size: in
             continue
         for i in range(len(METRICS)):
             t = quantiles([1e3 * s[i] for s in result.seconds])
-            p = quantiles([p[i] for p in result.percents])
-            cells += [f"{t.median:.1f} ({t.p20:.1f} – {t.p80:.1f})", f"{p.median:.1f} ({p.p20:.1f})"]
+            cells.append(f"{t.median:.1f} ({t.p20:.1f} – {t.p80:.1f})")
+            p = quantiles([p[i] for p in result.percents]) if result.percents else None
+            cells.append(f"{p.median:.1f} ({p.p20:.1f})" if p else "")
         table.add_row(*cells)
     console.print(table)
     for result in results:
@@ -207,13 +228,13 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """The commit of this tree, with "+" if ringcp or the benchmarks differ from it; empty without git."""
+    """The commit of this tree, with "+" if ringcp or benchmarks differ (results apart); empty without git."""
 
     def git(*args: str) -> str:
         return subprocess.run(["git", *args], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "ringcp", "benchmarks")
+        changed = git("status", "--porcelain", "ringcp", "benchmarks", ":!benchmarks/results")
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return ""

@@ -20,7 +20,8 @@ class StepRecord:
 
     source: the owner of the block in hand; None if it is gathered from all ranks.
     tiles: kernel launches.
-    bytes_sent, bytes_received: what the transfers posted in this step move.
+    bytes_sent, bytes_received: what the transfers posted in this step move. They are under way from `start_s` until
+        the end of the wait.
     """
 
     call: int
@@ -31,15 +32,15 @@ class StepRecord:
     bytes_sent: int
     bytes_received: int
     _marks: list[Any] = field(default_factory=list, repr=False)
+    _origin: Any = field(default=None, repr=False)
 
     def _between(self, start: int) -> float:
-        if len(self._marks) <= start + 1:
-            return 0.0
-        a, b = self._marks[start : start + 2]
-        if isinstance(a, float):
-            return b - a
-        b.synchronize()
-        return a.elapsed_time(b) / 1e3
+        return _seconds(*self._marks[start : start + 2]) if len(self._marks) > start + 1 else 0.0
+
+    @property
+    def start_s(self) -> float:
+        """When the step began, its transfers posted: since `record()` was entered."""
+        return _seconds(self._origin, self._marks[0])
 
     @property
     def compute_s(self) -> float:
@@ -52,11 +53,36 @@ class StepRecord:
         return self._between(1)
 
 
+def _mark(on_cuda: bool) -> Any:
+    """A point in time: on CUDA of the current stream."""
+    if not on_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(a: Any, b: Any) -> float:
+    if isinstance(a, float):
+        return b - a
+    b.synchronize()
+    return a.elapsed_time(b) / 1e3
+
+
 class Recorder:
     """What `record` collects. `steps` holds one `StepRecord` per step of every call, forward and backward."""
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
+        self._origins = {False: _mark(on_cuda=False)}
+        if torch.cuda.is_initialized():
+            self._origins[True] = _mark(on_cuda=True)
+
+    def _origin(self, on_cuda: bool) -> Any:
+        """When recording began; on CUDA that was first used since then, when its first step does."""
+        if on_cuda not in self._origins:
+            self._origins[on_cuda] = _mark(on_cuda)
+        return self._origins[on_cuda]
 
     @property
     def bytes_sent(self) -> int:
@@ -122,6 +148,7 @@ class CallLog:
         """A step begins: its transfers have been posted."""
         if self._recorder is not None:
             record = StepRecord(self._call, self._direction, step, source, tiles, bytes_sent, bytes_received)
+            record._origin = self._recorder._origin(self._on_cuda)
             self._recorder.steps.append(record)
             self._current = record
             self.mark()
@@ -129,14 +156,7 @@ class CallLog:
     def mark(self) -> None:
         """A phase ends: computing, then waiting."""
         if self._recorder is not None:
-            self._current._marks.append(self._now())
-
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            self._current._marks.append(_mark(self._on_cuda))
 
 
 def label(text: str) -> AbstractContextManager[Any]:

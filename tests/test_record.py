@@ -1,6 +1,7 @@
 """`ringcp.record()`: what each call computed, sent and waited for; the labels for profilers; and that nothing leaks."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -267,3 +268,21 @@ def test_ambience_is_restored():
         thread.join()
         assert elsewhere == [None]
     assert ambient("test") is None
+
+
+def starts(mesh):
+    call, *_ = make_call(mesh, 9, requires_grad=True)
+    began = time.perf_counter()
+    with ringcp.record() as recorder:
+        attend(call).sum().backward()
+    return [(s.start_s, s.start_s + s.compute_s + s.wait_s) for s in recorder.steps], time.perf_counter() - began
+
+
+def test_steps_say_when_they_began(worlds):
+    """Since the recording did: one after the other, and not longer than all of it took."""
+    for steps, took in worlds(2).run(starts):
+        times = [at for step in steps for at in step]
+        assert len(steps) == 4
+        assert 0 < times[0]
+        assert times == sorted(times)
+        assert times[-1] < took

@@ -1,0 +1,153 @@
+"""The benchmark in one command: named cases on 1, 2 and 4 ranks, a table with the bars, a CSV and pictures.
+
+    python benchmarks/bench.py                  # 12 cases in ten minutes on 2 cores
+    python benchmarks/bench.py --suite full     # one factor at a time; under 100 minutes, can be stopped and resumed
+    python benchmarks/bench.py --only documents window
+
+It starts the ranks itself. In every round all modes of a case run, and SDPA in one process on as many cores; each is
+held against the fp64 reference before, in a small case and by rows of the case itself, and a wrong one is not timed.
+Peak memory and bytes sent are of one further call. Short cases run up to 41 rounds, long ones as many as there is time
+for, at least 3. With CUDA the same runs on NCCL, for as many ranks as there are devices.
+
+Nothing else should run on the machine. Results are appended to CSV files in --out, pictures are drawn beside them.
+Needs rich and matplotlib (`pip install ringcp[dev]`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# Run as a script, as attention.py is.
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from rich.console import Console
+
+from benchmarks.meters import quiet_unless
+from benchmarks.pictures import draw_all
+from benchmarks.providers import PROVIDERS
+from benchmarks.report import Origin
+from benchmarks.suite import SUITES, Named, Suite
+from benchmarks.summary import missing, print_summary, read_results
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Suite]:
+    """The options, and the suite with those applied."""
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("--suite", default="quick", choices=SUITES)
+    add("--only", nargs="+", metavar="CASE", help="cases of the suite; --list names them")
+    add("--list", action="store_true", help="name the cases, and measure nothing")
+    add("--provider", nargs="+", default=["ringcp"], choices=PROVIDERS, help="beside the baseline")
+    add("--threads", type=int, default=1, help="of each rank; the baseline has the sum, up to the cores")
+    add("--again", action="store_true", help="in a suite that resumes: also what the CSV has of this commit")
+    add("--out", type=Path, default=Path("build/bench"), help="folder for the CSV and the pictures (%(default)s)")
+    add("--smoke", action="store_true", help="tiny cases, one round: does all of it work?")
+    args = parser.parse_args(argv)
+    if args.threads < 1:
+        parser.error(f"--threads: expected at least 1, got {args.threads}")
+    suite = SUITES[args.suite]
+    try:
+        suite = suite.only(args.only) if args.only else suite
+    except ValueError as error:
+        parser.error(f"--{error}")
+    return args, suite.smoke() if args.smoke else suite
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, unless a launch failed or ringcp was wrong; a bar that is missed is said in the table."""
+    args, suite = parse(argv)
+    console = quiet_unless(first=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.list:
+        for named in suite.cases:
+            console.print(f"{named.name:20} {named.title}", markup=False, highlight=False)
+        return 0
+    origin = Origin.of(device, "")
+    path = args.out / (f"{args.suite}-smoke.csv" if args.smoke else f"{args.suite}.csv")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    due = list(suite.cases)
+    if suite.resumes and not args.again:
+        if origin.commit.endswith("+"):
+            console.print("This tree differs from its commit: no earlier result counts as one of it.", markup=False)
+        else:
+            due = missing(suite.cases, args.provider, read_results(path, origin))
+            if passed := [named.name for named in suite.cases if named not in due]:
+                words = f"{path} has them of commit {origin.commit}, passed over: {', '.join(passed)} (--again: not so)"
+                console.print(words, markup=False, highlight=False)
+    minutes = f"{len(due)} cases, at most {suite.seconds / 60:.0f} minutes on 2 cores"
+    about = f"{origin.device}, torch {origin.torch}, commit {origin.commit or 'unknown'}; {minutes}"
+    console.print(about, markup=False, highlight=False)
+    failed = _launch_all(console, args, due, suite, path, device)
+    results = read_results(path, origin)
+    print_summary(console, suite.cases, args.provider, results, device)
+    for drawn in draw_all(suite.cases, results, path, origin):
+        console.print(f"drawn: {drawn}", markup=False, highlight=False)
+    console.print(f"appended to: {path}", markup=False, highlight=False)
+    for line in failed:
+        console.print(line, style="red", markup=False, highlight=False)
+    titles = {named.title for named in suite.cases}
+    wrong = any(found.wrong for key, found in results.items() if key.provider == "ringcp" and key.case in titles)
+    return 1 if failed or wrong else 0
+
+
+def _launch_all(
+    console: Console, args: argparse.Namespace, due: Sequence[Named], suite: Suite, path: Path, device: str
+) -> list[str]:
+    """One launch for each number of ranks, with its share of the time; a line for each that failed."""
+    began, before, failed = time.time(), 0, []
+    until = began + suite.seconds
+    for world_size in sorted({named.world_size for named in due}):
+        names = [named.name for named in due if named.world_size == world_size]
+        first, before = before, before + len(names)
+        if device == "cuda" and world_size > torch.cuda.device_count():
+            failed.append(f"not measured, {world_size} ranks need as many devices: {', '.join(names)}")
+            continue
+        now = time.time()
+        share = (until - now) * len(names) / (len(due) - first)
+        options = {
+            "--suite": [args.suite],
+            "--case": names,
+            "--provider": args.provider,
+            "--threads": [args.threads],
+            "--csv": [path.resolve()],
+            "--until": [now + share],
+            "--suite-until": [until],
+            "--before": [first],
+            "--of": [len(due)],
+            "--command": [_typed(args)],
+            **({"--smoke": []} if args.smoke else {}),
+        }
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+        words = [str(word) for option, values in options.items() for word in (option, *values)]
+        # Without the variable torchrun sets it to 1 and warns; each rank sets its threads itself.
+        environment = {"OMP_NUM_THREADS": str(args.threads)} | os.environ
+        done = subprocess.run([*start, "benchmarks/launch.py", *words], cwd=_ROOT, env=environment, check=False)
+        if done.returncode:
+            failed.append(f"the launch on {world_size} ranks failed with status {done.returncode}; its error is above")
+    console.print(f"measured in {(time.time() - began) / 60:.1f} minutes", markup=False, highlight=False)
+    return failed
+
+
+def _typed(args: argparse.Namespace) -> str:
+    """The command, for the CSV: without what changes no number."""
+    words = ["python", "benchmarks/bench.py", "--suite", args.suite]
+    words += ["--only", *args.only] if args.only else []
+    words += ["--provider", *args.provider] if args.provider != ["ringcp"] else []
+    words += ["--threads", str(args.threads)] if args.threads != 1 else []
+    return shlex.join([*words, *(["--smoke"] if args.smoke else [])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
