@@ -15,6 +15,7 @@ from benchmarks.peers.standin.flash_attn import flash_attn_func, flash_attn_varl
 from benchmarks.peers.standin.flash_attn import flash_attn_interface as interface
 from benchmarks.providers import PROVIDERS
 from benchmarks.report import Origin, append_csv
+from benchmarks.suite import DOCUMENTS
 from ringcp.testing import assert_close, reference_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -159,7 +160,7 @@ def test_the_small_case_keeps_what_divides_the_documents():
     for named in bench.CASES:
         small = named.case.small()
         if lengths := document_lengths(small.mask):
-            assert (len(lengths), sum(lengths)) == (len(bench.DOCUMENTS), small.seq_len)
+            assert (len(lengths), sum(lengths)) == (len(DOCUMENTS), small.seq_len)
             assert all(n % 8 == 0 for n in lengths)
     assert document_lengths(Case(12, mask="documents:5,7").small().mask) == [5, 7]
 
@@ -190,7 +191,8 @@ def measured(mesh):
     try:
         h = Harness("cpu", torch.get_num_threads())
         named = next(named for named in bench.CASES if named.name == "causal-2k-fp32")
-        return [bench.measure(h, named.shrunk(), ["torch"], 2, 1.0) for named in (named, windowed(named))]
+        small = replace(named, case=named.case.shrunk(8), memory=True)
+        return [bench.measure(h, case, ["torch"], 2, 1.0) for case in (small, windowed(small))]
     finally:
         PROVIDERS.clear()
         PROVIDERS.update(known)
@@ -208,12 +210,15 @@ def test_a_case_with_the_one_library_that_is_always_there(worlds, tmp_path, caps
     causal, window = first
     assert [r.mode.partition(":")[0] for r in causal] == ["auto", "p2p", "allgather"]
     assert all(len(r.seconds) == 2 and not r.problem for r in causal)
+    block = 2 * 8 * 128 * 64 * 4  # k and v of 128 tokens, 8 heads, 64 wide
+    assert [r.sent for r in causal[1:]] == [4 * block, 4 * block]  # k and v in both directions, dk and dv twice
+    assert all(r.peak > block and r.our_peak == causal[0].peak for r in causal)
     assert [bool(r.problem) for r in window] == [False, True, True]
     assert "window: no mask but causal" in window[1].problem
 
     origin = Origin("2.13.0", "a cpu", "abc", "python")
     rows = [row for result in (*causal, *window) for row in result.rows("a title", origin)]
-    assert {row.metric for row in rows if "torch" in row.provider} == {"not timed", *METRICS}
+    assert {row.metric for row in rows if "torch" in row.provider} == {"wrong", "sent", "peak memory", *METRICS}
     append_csv(tmp_path / "x.csv", rows)
     bench.print_results(Console(width=180), causal + window, bench.CASES)
     assert "window: no mask but causal" in capsys.readouterr().out
@@ -233,7 +238,7 @@ def test_the_options():
     args = bench.parse([])
     assert [named.name for named in args.cases] == [named.name for named in bench.CASES]
     smoke = bench.parse(["--smoke", "--only", "documents", "window"])
-    assert [named.case.seq_len for named in smoke.cases] == [2048, 256]
+    assert [(named.case.seq_len, named.case.small().seq_len) for named in smoke.cases] == [(2048, 280), (2048, 256)]
     assert smoke.rounds == 1
 
 

@@ -35,12 +35,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.cases import Case
 from benchmarks.harness import METRICS, Entrant, Harness
+from benchmarks.meters import quiet_unless
 from benchmarks.peers.adapters import ADAPTERS, installed
-from benchmarks.providers import PROVIDERS, Setting
+from benchmarks.providers import BASELINE, PROVIDERS, Setting
 from benchmarks.report import Origin, Row, append_csv, quantiles
+from benchmarks.suite import DOCUMENTS, PEAK
+from benchmarks.usage import Usage
 
-DOCUMENTS = (4096, 3072, 2048, 1536, 1024, 1024, 768, 640, 512, 512, 384, 256, 192, 128, 128, 64)
-OURS = "ringcp", "auto"
+OURS = "ringcp"
 _FIRST_ROUNDS = 3
 # Slower than this many times ringcp: the first rounds say enough.
 _SLOW = 3.0
@@ -48,26 +50,23 @@ _SLOW = 3.0
 _LAUNCH_S = 300
 # What torchrun, torch and transformers would say about each rank.
 _QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+_SMOKE_DIVISOR = 8
 
 
 @dataclass(frozen=True)
 class Named:
-    """A case by a short name; ringcp is to be at least `target` times as fast as each library that is right in it."""
+    """A case by a short name; ringcp is to be at least `target` times as fast as each library that is right in it.
+
+    modes: of ringcp. A library's mode is held against the one of the same name, or else against the first.
+    memory: whether bytes are counted, and ringcp is to need less than each library.
+    """
 
     name: str
     case: Case
     target: float | None = None
     world_size: int = 2
-
-    def shrunk(self) -> Named:
-        """At a size that only shows whether it works."""
-        kind, _, numbers = self.case.mask.partition(":")
-        if kind == "documents":
-            lengths = [int(n) // 8 for n in numbers.split(",")]
-            case = replace(self.case, seq_len=sum(lengths), mask=f"documents:{','.join(map(str, lengths))}")
-        else:
-            case = replace(self.case, seq_len=256, mask="window:64" if kind == "window" else self.case.mask)
-        return replace(self, case=case)
+    modes: tuple[str, ...] = ("auto",)
+    memory: bool = False
 
 
 CASES = (
@@ -78,13 +77,16 @@ CASES = (
     Named("causal-2k-fp32", Case(2048), 1.0),
     Named("causal-8k", Case(8192, "bf16"), 0.98),
     Named("causal-8k-fp32", Case(8192), 0.98),
-    Named("causal-8k-w4", Case(8192, "bf16"), world_size=4),
+    Named("causal-8k-w4", Case(8192, "bf16"), world_size=4, modes=("ring", "ulysses"), memory=True),
 )
 
 
 @dataclass(frozen=True)
 class Result:
-    """A library in a mode and case: its seconds and ringcp's, by round; or why it was not timed."""
+    """A library in a mode and case: its seconds and ringcp's, by round; or why it was not timed.
+
+    sent, peak, our_peak: bytes of one call on the rank that sends and needs most; 0 where they were not counted.
+    """
 
     case: str
     provider: str
@@ -92,6 +94,9 @@ class Result:
     seconds: list[list[float]]
     ours: list[list[float]]
     problem: str = ""
+    sent: float = 0.0
+    peak: float = 0.0
+    our_peak: float = 0.0
 
     @property
     def ratios(self) -> list[float]:
@@ -107,9 +112,11 @@ class Result:
             return Row(self.provider, title, self.mode, metric, unit, *shown, threads=1, **vars(origin))
 
         if self.problem:
-            return [row("not timed", " ".join(self.problem.split()), [])]
-        times = [row(metric, "ms", [1e3 * s[i] for s in self.seconds]) for i, metric in enumerate(METRICS)]
-        return [*times, row(METRICS[0], "x ringcp's time", self.ratios)]
+            return [row("wrong", " ".join(self.problem.split()), [])]
+        rows = [row(metric, "ms", [1e3 * s[i] for s in self.seconds]) for i, metric in enumerate(METRICS)]
+        if self.peak:
+            rows += [row("sent", "bytes", [self.sent]), row(PEAK, "bytes", [self.peak])]
+        return [*rows, row(METRICS[0], "x ringcp's time", self.ratios)]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -136,8 +143,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("minutes", "rounds"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name}: expected more than 0, got {getattr(args, name)}")
-    args.cases = [named.shrunk() if args.smoke else named for named in CASES if named.name in args.only]
+    args.cases = [named for named in CASES if named.name in args.only]
     if args.smoke:
+        args.cases = [replace(named, case=named.case.shrunk(_SMOKE_DIVISOR)) for named in args.cases]
         args.rounds = 1
     return args
 
@@ -148,34 +156,34 @@ def measure(harness: Harness, named: Named, libraries: Sequence[str], rounds: in
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     # Redrawn between the calls that are timed: a thread that does it would take a core from them.
     with Progress(*columns, console=Console(quiet=harness.rank != 0), auto_refresh=False, transient=True) as bar:
-        entrants, refused = _checked(harness, named, bar)
-        if not entrants or entrants[0].provider != OURS[0]:
+        entrants, refused = _admitted(harness, named, bar)
+        if not entrants or entrants[0].provider != OURS:
             return refused
+        usages = [harness.usage(e) if named.memory else Usage(0.0, 0.0) for e in entrants]
         by_entrant = _timed(harness, named.name, entrants, rounds, seconds, bar)
-    timed = [
-        Result(named.name, entrant.provider, entrant.mode, by_round, by_entrant[0])
-        for entrant, by_round in zip(entrants, by_entrant, strict=True)
-    ]
+    ours = {e.mode: i for i, e in enumerate(entrants) if e.provider == OURS}
+    timed = []
+    for entrant, usage, by_round in zip(entrants, usages, by_entrant, strict=True):
+        held_against = ours.get(entrant.mode, 0)
+        compared = by_entrant[held_against], "", *usage, usages[held_against].peak
+        timed.append(Result(named.name, entrant.provider, entrant.mode, by_round, *compared))
     return timed + refused
 
 
-def _checked(harness: Harness, named: Named, bar: Progress) -> tuple[list[Entrant], list[Result]]:
+def _admitted(harness: Harness, named: Named, bar: Progress) -> tuple[list[Entrant], list[Result]]:
     """Who is right in the case, ringcp first, and what is wrong with the others."""
     mesh = init_device_mesh("cpu", (harness.world_size,), mesh_dim_names=("cp",))
-    theirs = [(name, mode) for name in PROVIDERS if name not in ("sdpa", OURS[0]) for mode in PROVIDERS[name].modes]
+    theirs = [(name, mode) for name in PROVIDERS if name not in (BASELINE, OURS) for mode in PROVIDERS[name].modes]
+    everyone = [(OURS, mode) for mode in named.modes] + theirs
     entrants, refused = [], []
-    task = bar.add_task("", total=1 + len(theirs))
-    for provider, mode in (OURS, *theirs):
+    task = bar.add_task("", total=len(everyone))
+    for provider, mode in everyone:
         bar.update(task, description=f"{named.name}: checking {provider} {mode}", refresh=True)
-        setting = Setting(named.case, mesh, mode, "auto", "call")
-        problem = harness.check(provider, setting)
-        if not problem:
-            try:
-                entrants.append(harness.entrant(provider, setting))
-            except (NotImplementedError, ValueError) as refusal:  # of this size, on every rank alike
-                problem = str(refusal)
-        if problem:
-            refused.append(Result(named.name, provider, mode, [], [], problem))
+        admitted = harness.admit(provider, Setting(named.case, mesh, mode, "auto", "call"))
+        if isinstance(admitted, Entrant):
+            entrants.append(admitted)
+        else:
+            refused.append(Result(named.name, provider, mode, [], [], admitted))
         bar.update(task, advance=1, refresh=True)
     bar.remove_task(task)
     return entrants, refused
@@ -188,23 +196,26 @@ def _timed(
     not slow.
     """
 
-    def run(chosen: Sequence[Entrant], warmup: int, rounds: int) -> list[list[list[float]]]:
-        task = bar.add_task(f"{name}: rounds", total=(warmup + rounds) * len(chosen))
-        seconds = harness.rounds(
-            chosen, warmup=warmup, rounds=rounds, progress=lambda: bar.update(task, advance=1, refresh=True)
-        )
+    def run(chosen: Sequence[Entrant], rounds: int) -> list[list[list[float]]]:
+        task = bar.add_task(f"{name}: rounds", total=rounds * len(chosen))
+
+        def progress() -> None:
+            bar.update(task, advance=1, refresh=True)
+
+        # The calls that checked them were the warm-up.
+        seconds = harness.rounds(chosen, warmup=0, rounds=rounds, progress=progress)
         bar.remove_task(task)
         return seconds
 
     first = min(rounds, _FIRST_ROUNDS)
-    by_entrant = run(entrants, 1, first)
+    by_entrant = run(entrants, first)
     # The same on every rank, as the seconds are.
     typical = [quantiles([s[0] for s in by_round]).median for by_round in by_entrant]
     going_on = [i for i, t in enumerate(typical) if t <= _SLOW * typical[0]]
-    time_left = seconds - (1 + first) * sum(typical)
+    time_left = seconds - first * sum(typical)
     more = min(rounds - first, int(time_left / sum(typical[i] for i in going_on)))
     if more > 0:
-        later = run([entrants[i] for i in going_on], 0, more)
+        later = run([entrants[i] for i in going_on], more)
         for i, by_round in zip(going_on, later, strict=True):
             by_entrant[i] += by_round
     return by_entrant
@@ -212,42 +223,48 @@ def _timed(
 
 def print_results(console: Console, results: Sequence[Result], cases: Sequence[Named]) -> bool:
     """A table of how many times as fast ringcp was; whether every target was met."""
-    table = Table(
-        title="forward plus backward; how many times as fast ringcp was, median of the rounds, 20th percentile in "
-        "brackets",
-        title_justify="left",
+    title = (
+        "forward plus backward; how many times as fast ringcp was, median of the rounds, 20th percentile in brackets"
     )
+    table = Table(title=title, title_justify="left")
     for column in ("case", "library", "mode"):
         table.add_column(column)
-    for column in ("ms", "ringcp is faster by", "target", "rounds"):
+    for column in ("ms", "rounds", "ringcp is faster by", "target", "peak MiB", "x ringcp's"):
         table.add_column(column, justify="right")
-    met = True
+    met = []
     for named in cases:
         table.add_section()
-        of_case = [r for r in results if r.case == named.name]
-        for i, result in enumerate(of_case):
-            cells = [
-                f"{named.name}\n{named.case.name} W{named.world_size}" if i == 0 else "",
-                result.provider,
-                result.mode,
-            ]
+        shown = f"{named.name}\n{named.case.name} W{named.world_size}"
+        for result in (r for r in results if r.case == named.name):
+            cells = [shown, result.provider, result.mode]
+            shown = ""
             if result.problem:
-                table.add_row(*cells, "", "not timed", "", "")
+                table.add_row(*cells, "not timed")
                 continue
-            cells.append(f"{quantiles([1e3 * s[0] for s in result.seconds]).median:.1f}")
-            if result.provider == OURS[0]:
-                table.add_row(*cells, "", "", str(len(result.seconds)))
+            cells += [f"{quantiles([1e3 * s[0] for s in result.seconds]).median:.1f}", str(len(result.seconds))]
+            peak = f"{result.peak / 2**20:.1f}" if result.peak else ""
+            if result.provider == OURS:
+                table.add_row(*cells, "", "", peak)
                 continue
-            q = quantiles(result.ratios)
-            goal = "" if named.target is None else f"{named.target:g} {'met' if q.median >= named.target else 'MISSED'}"
-            met &= named.target is None or q.median >= named.target
-            table.add_row(*cells, f"{q.median:.2f} ({q.p20:.2f})", goal, str(len(result.seconds)))
+            speed = quantiles(result.ratios)
+            goal = more = ""
+            if named.target is not None:
+                met.append(speed.median >= named.target)
+                goal = f"{named.target:g} {_word(met[-1])}"
+            if named.memory:
+                met.append(result.peak > result.our_peak)
+                more = f"{result.peak / result.our_peak:.2f} {_word(met[-1])}"
+            table.add_row(*cells, f"{speed.median:.2f} ({speed.p20:.2f})", goal, peak, more)
     console.print(table)
     for result in results:
         if result.problem:
             line = f"not timed: {result.provider} {result.mode}, {result.case}: {' '.join(result.problem.split())}"
             console.print(line, markup=False, highlight=False)
-    return met
+    return all(met)
+
+
+def _word(met: bool) -> str:
+    return "met" if met else "MISSED"
 
 
 def _rank(args: argparse.Namespace) -> None:
@@ -293,15 +310,11 @@ def main(argv: Sequence[str]) -> int:
     if "RANK" in os.environ:
         _rank(args)
         return 0
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=180)
+    console = quiet_unless(first=True)
     here = set(installed())
     if missing := [name for name in args.library if not any(label.startswith(f"{name} ") for label in here)]:
         console.print(f"not installed here: {', '.join(missing)}; make bench-peers installs them", markup=False)
-    origin = replace(
-        Origin.here("cpu", 1, argv), command=f"python -m benchmarks.peers.bench {shlex.join(argv)}".strip()
-    )
+    origin = Origin.of("cpu", f"python -m benchmarks.peers.bench {shlex.join(argv)}".strip())
     console.print(f"{origin.device}, torch {origin.torch}, commit {origin.commit or 'unknown'}", highlight=False)
     start = time.monotonic()
     results: list[Result] = []
