@@ -8,7 +8,7 @@ PEERS_STAMP := $(PEERS)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test matrix examples bench-peers lint format clean
+.PHONY: help install demo test matrix examples bench bench-peers lint format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -32,12 +32,15 @@ matrix: $(STAMP)  ## run the rest of the tests: every mode, predicates, and each
 examples: $(STAMP)  ## run the examples and the commands of the README, and check what they say
 	$(BIN)/python -m pytest -m examples $(ARGS)
 
+bench: $(STAMP)  ## 12 cases in ten minutes; SUITE=full: all, under 100 minutes, can be stopped and resumed; ARGS="--only window"
+	$(BIN)/python benchmarks/bench.py --suite $(or $(SUITE),quick) $(ARGS)
+
 $(PEERS_STAMP): benchmarks/peers/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $<
 	touch $@
 
-bench-peers: $(PEERS_STAMP)  ## compare with other libraries in .venv-peers, 20 minutes; ARGS="--only documents" or "--smoke"
+bench-peers: $(PEERS_STAMP)  ## ringcp beside other libraries, in 15 to 20 minutes; ARGS="--only documents" or "--smoke"
 	$(PEERS)/bin/python -m benchmarks.peers.bench $(ARGS)
 
 lint: $(STAMP)  ## ruff, formatting, mypy, import contracts

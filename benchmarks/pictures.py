@@ -86,7 +86,7 @@ def by_ranks(cases: Iterable[Named], results: Results) -> Figure | None:
         for named in sorted(group, key=lambda named: named.world_size):
             for mode in named.modes:
                 found = results.get(Key("ringcp", named.title, mode))
-                if found is not None and not found.wrong:
+                if found is not None and (metric, "bytes") in found.values:
                     count = found.values[metric, "bytes"]
                     megabytes = Quantiles(count.median / 1e6, count.p20 / 1e6, count.p80 / 1e6)
                     lines.setdefault(mode, []).append((named.world_size, megabytes))

@@ -60,7 +60,7 @@ def one_thread() -> Iterator[None]:
 
 
 # Files of `make matrix`, so that the core suite stays under ten minutes.
-MATRIX = ("test_modes_", "test_support", "test_gather", "test_predicate")
+MATRIX = ("test_modes_", "test_support", "test_gather", "test_predicate", "test_bench_suite")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -282,7 +282,6 @@ def test_steps_say_when_they_began(worlds):
     """Since the recording did: one after the other, and not longer than all of it took."""
     for steps, took in worlds(2).run(starts):
         times = [at for step in steps for at in step]
-        assert len(steps) == 4
-        assert 0 < times[0]
+        assert times[0] > 0
         assert times == sorted(times)
         assert times[-1] < took

@@ -1,0 +1,340 @@
+"""Suites of the benchmark: the cases as data, what is counted, what the CSV is read for. Speeds are not tested."""
+
+import csv
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+import ringcp
+from benchmarks import bench, cases, harness, pictures, providers, report, runner, suite, summary, usage
+
+ORIGIN = report.Origin("2.13.0", "a cpu", "abc", "")
+NAMED = suite.Named(
+    "a case",
+    cases.Case(1024),
+    modes=("ring", "ulysses"),
+    bars=(suite.Bar(suite.BOTH, suite.OF_SINGLE, 97, ("ring",)), suite.Bar(suite.BOTH, suite.OF_BEST, 97, ("auto",))),
+)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "window:1", "window:7", "window:99", "documents:20,1,10"])
+def test_pairs_are_those_of_the_mask(mask):
+    case = cases.Case(31, mask=mask)
+    at = torch.arange(31)
+    assert case.pairs == cases.parse_mask(mask).dense(at, at).sum()
+
+
+def test_a_smaller_case_is_of_the_same_kind():
+    packed = cases.Case(sum(suite.DOCUMENTS), "bf16", f"documents:{','.join(map(str, suite.DOCUMENTS))}")
+    assert packed.shrunk(64).mask == "documents:64,48,32,24,16,16,12,10,8,8,6,4,3,2,2,1"
+    assert packed.shrunk(64).seq_len == 256
+    assert cases.Case(16384, mask="window:1024").shrunk(64).mask == "window:16"
+    assert cases.Case(8192).shrunk(64) == cases.Case(128)
+
+
+def test_the_suites_hold_what_is_asked_for():
+    quick, full = (suite.SUITES[name] for name in ("quick", "full"))
+    assert len(quick.cases) == 12
+    assert quick.seconds <= 600
+    assert full.seconds <= 6000
+    for measured in (quick, full):
+        for kind in ("name", "title"):
+            assert len({getattr(named, kind) for named in measured.cases}) == len(measured.cases)
+        for named in measured.cases:
+            assert set(named.modes) <= {"ring", "gather", "ulysses", "usp"}
+            assert all(set(bar.modes) <= {*named.modes, "auto"} for bar in named.bars)
+            small = named.shrunk()
+            assert small.case.seq_len <= 512
+            assert not small.bars
+    assert {named.world_size for named in full.cases} == {1, 2, 4}
+    long = [named for named in full.cases if named.case.seq_len > 16384]
+    assert [(named.case.seq_len, named.case.mask, named.case.dtype) for named in long] == [(32768, "causal", "bf16")]
+    assert [n.name for n in quick.only(["window", "documents"]).cases] == ["documents", "window"]
+
+
+def test_bars_say_when_they_are_met():
+    least, most = suite.Bar("m", "u", 97, ("ring", "auto"), stretch=99), suite.Bar("m", "u", 1, at_most=True)
+    assert (least.met(97), least.met(96.9), most.met(1), most.met(1.1)) == (True, False, True, False)
+    assert (str(least), str(most)) == (">= 97, stretch 99", "<= 1")
+    assert [least.holds_for(mode, "gather") for mode in ("ring", "gather", "ulysses")] == [True, True, False]
+    assert most.holds_for("ulysses", "ring")
+
+
+def write(path, mode, values, commit="abc", provider="ringcp"):
+    """A run's lines, as the benchmark appends them; a word is what was wrong."""
+    origin = replace(ORIGIN, commit=commit)
+    if isinstance(values, str):
+        measured = report.Measured(provider, NAMED.title, mode, [], [], wrong=values)
+    else:
+        seconds, percents = [[v / 1e3] * 3 for v in values], [[100.0] * 3 for _ in values]
+        more = (report.Values(suite.PEAK, "bytes", [8e6]), report.Values(suite.SENT, "bytes", [2e6]))
+        measured = report.Measured(provider, NAMED.title, mode, seconds, percents, more=more)
+    report.append_csv(path, measured.rows(origin, 1))
+
+
+def test_the_latest_run_of_this_commit_counts(tmp_path):
+    path = tmp_path / "x.csv"
+    assert summary.read_results(path, ORIGIN) == {}
+    write(path, "ring", [5.0])
+    write(path, "ulysses", "dk: error 1")
+    write(path, "ring", [7.0, 8.0, 9.0])
+    write(path, "ring", [1.0], commit="other")
+    results = summary.read_results(path, ORIGIN)
+    ring, ulysses = (results[summary.Key("ringcp", NAMED.title, mode)] for mode in ("ring", "ulysses"))
+    assert ring.values[suite.BOTH, "ms"].median == 8.0
+    assert ulysses == summary.Found({}, "dk: error 1")
+    write(path, "ulysses", [4.0])
+    write(path, "ring", "out: error 2")
+    results = summary.read_results(path, ORIGIN)
+    ring, ulysses = (results[summary.Key("ringcp", NAMED.title, mode)] for mode in ("ring", "ulysses"))
+    assert (ring.wrong, ulysses.wrong) == ("out: error 2", "")
+
+
+def test_a_case_is_due_until_all_its_modes_are_there(tmp_path):
+    path = tmp_path / "x.csv"
+    write(path, "single", [5.0], provider="sdpa")
+    write(path, "ring", [5.0])
+    assert summary.missing([NAMED], ["ringcp"], summary.read_results(path, ORIGIN)) == [NAMED]
+    write(path, "ulysses", "wrong, but known to be")
+    assert summary.missing([NAMED], ["ringcp"], summary.read_results(path, ORIGIN)) == []
+
+
+def test_the_table_says_who_reaches_the_bars(tmp_path):
+    path = tmp_path / "x.csv"
+    write(path, "single", [5.0], provider="sdpa")
+    write(path, "ring", [5.0])
+    write(path, "ulysses", [10.0])
+    assert summary.auto_of(NAMED, "cpu") == "ulysses"
+    console = Console(width=200, record=True, quiet=True)
+    console.quiet = False
+    results = summary.read_results(path, ORIGIN)
+    with console.capture() as captured:
+        summary.print_summary(console, [NAMED], ["ringcp"], results, "cpu")
+    lines = captured.get().splitlines()
+    ring = next(line for line in lines if "ring " in line)
+    ulysses = next(line for line in lines if "ulysses *" in line)
+    assert "100.00 (100.00) >= 97 % of sdpa: met" in ring
+    assert "5.0 (5.0 – 5.0)" in ring
+    assert [word in ring for word in (" 8.0 ", " 2.0 ")] == [True, True]
+    assert "50.00 (50.00) >= 97 % of the fastest mode: missed" in ulysses
+    write(path, "ring", "dk: error 1")
+    with console.capture() as captured:
+        summary.print_summary(console, [NAMED], ["ringcp"], summary.read_results(path, ORIGIN), "cpu")
+    assert "WRONG ringcp ring, a case: dk: error 1" in captured.get()
+
+
+def test_the_pictures_show_what_the_csv_has(tmp_path):
+    path = tmp_path / "x.csv"
+    for mode in NAMED.modes:
+        write(path, mode, [5.0])
+    write(path, "single", [5.0], provider="sdpa")
+    results = summary.read_results(path, ORIGIN)
+    (axis,) = pictures.speed_by_length([NAMED], results).axes
+    assert [list(line.get_xdata()) for line in axis.lines[1:]] == [[1024], [1024]]
+    sent, peak = pictures.by_ranks([NAMED], results).axes
+    assert [list(line.get_ydata()) for line in (*sent.lines, *peak.lines)] == [[2.0], [2.0], [8.0], [8.0]]
+    assert pictures.speed_by_length([NAMED], {}) is None
+    assert pictures.by_ranks([NAMED], {}) is None
+
+    span = usage.Span("forward", 0, 0.001, 0.002, 0.003, True)
+    told = {"case": NAMED.title, "commit": "abc", "device": "a cpu"}
+    steps = {**told, "modes": {"ring": [{"spans": [span], "forward": 0.006, "end": 0.007}] * 2}}
+    (tmp_path / "x-steps-a case.json").write_text(json.dumps(steps))
+    drawn = pictures.draw_all([replace(NAMED, drawn=True)], results, path, ORIGIN)
+    assert [file.name for file in drawn] == ["x-speed.png", "x-ranks.png", "x-steps-a case.png"]
+    assert all(file.stat().st_size > 5000 for file in drawn)
+    (axis,) = pictures.timeline(NAMED.title, steps["modes"]).axes
+    bars = axis.patches[:3]  # of rank 0: all of it, computing, waiting
+    assert [bar.get_x() for bar in bars] == pytest.approx([0, 1, 3])
+    assert [bar.get_width() for bar in bars] == pytest.approx([7, 2, 3])
+
+
+class Told:
+    """In place of a harness: one rank."""
+
+    def same(self, value):
+        return value
+
+
+def test_there_are_as_many_rounds_as_fit(monkeypatch):
+    monkeypatch.setattr(runner.time, "time", lambda: 110.0)
+
+    def rounds(until, **kwargs):
+        return runner._num_rounds(Told(), runner.Effort(41, until=until, least=3, **kwargs), began=108.0)
+
+    assert rounds(131.0) == 10  # of two seconds each
+    assert rounds(1000.0) == 41
+    assert rounds(100.0) == 3
+    assert rounds(None) == 41
+
+
+def sent_bytes(mesh):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x, pair = torch.ones(100), dist.new_group([0, 1])
+
+    def ring():
+        ops = [(dist.isend, x, 1), (dist.irecv, torch.empty(100), -1)]
+        for work in dist.batch_isend_irecv([dist.P2POp(op, t, (rank + by) % world_size) for op, t, by in ops]):
+            work.wait()
+
+    calls = {
+        "ring": ring,
+        "gather": lambda: dist.all_gather_into_tensor(torch.empty(100 * world_size), x),
+        "exchange": lambda: dist.all_to_all_single(torch.empty(100), x),
+        "sum": lambda: dist.all_reduce(x.clone()),
+        "sum of two": lambda: dist.all_reduce(x.clone(), group=pair) if rank < 2 else None,
+        "nothing": lambda: x * 2,
+    }
+    return {name: usage.usage_of(call, "cpu").sent for name, call in calls.items()}
+
+
+def test_bytes_of_anyone_are_counted_on_the_way_to_torch_distributed(worlds):
+    by_rank = worlds(4).run(sent_bytes)
+    assert by_rank[0] == {"ring": 400, "gather": 1200, "exchange": 300, "sum": 600, "sum of two": 400, "nothing": 0}
+    assert by_rank[3]["sum of two"] == 0
+
+
+def test_memory_is_the_most_at_once():
+    def call():
+        a = torch.ones(1000)
+        b = a + 1
+        del a
+        return b * b * b  # one intermediate result
+
+    assert usage.usage_of(call, "cpu") == (0.0, 12_000)
+
+
+def used(mesh, case):
+    h = harness.Harness("cpu", torch.get_num_threads())
+    found = {}
+    for mode in ("ring", "ulysses"):
+        entrant = h.entrant("ringcp", providers.Setting(case, mesh, mode, "auto", "call"))
+        found[mode] = h.usage(entrant)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_ring_takes_the_memory_of_its_formula(worlds, dtype):
+    """And sends what is explained; every rank is told of the one that takes or sends most."""
+    case = cases.Case(1024, dtype, kv_heads=4)
+    first, *others = worlds(4).run(used, case)
+    assert all(other == first for other in others)
+    formula = runner.ring_bytes(case, 4)
+    assert 0.9 * formula <= first["ring"].peak <= 1.1 * formula
+    told = ringcp.explain(
+        q_heads=8, kv_heads=4, head_dim=64, seq_len=1024, world_size=4, mask=ringcp.Causal(), dtype=cases.DTYPES[dtype]
+    )
+    for mode, most in first.items():
+        assert most.sent == told.bytes_sent[mode].forward + told.bytes_sent[mode].backward
+
+
+def bare_transfers(mesh):
+    h = harness.Harness("cpu", torch.get_num_threads())
+    entrant = h.entrant("ringcp", providers.Setting(cases.Case(64), mesh, "ring", "auto", "call"))
+    bare = h.bare(entrant)
+    with usage.Wire() as wire:
+        bare.backward(bare.forward())
+    h.rounds([entrant, bare], warmup=0, rounds=1, progress=lambda: None)
+    return wire.sent, h.usage(entrant).sent
+
+
+def test_bare_transfers_move_what_a_call_moves(worlds):
+    by_rank = worlds(2).run(bare_transfers)
+    assert max(wire for wire, _ in by_rank) == by_rank[0][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only", "warp"], "--only: expected names among latency, causal-2k-fp32"),
+        (["--threads", "0"], "--threads: expected at least 1, got 0"),
+        (["--suite", "slow"], "invalid choice: 'slow'"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse(options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What would be launched; each launch appends what the cases want."""
+    seen = []
+
+    def launch(words, **kwargs):
+        option = {word: words[words.index(word) + 1 :] for word in words if word.startswith("--")}
+        names = option["--case"][: option["--case"].index("--provider")]
+        seen.append((next(word for word in words if word.startswith("--nproc")), names))
+        return subprocess.CompletedProcess(words, 1 if "latency" in names else 0)
+
+    monkeypatch.setattr(bench.subprocess, "run", launch)
+    monkeypatch.setattr(bench.Origin, "of", classmethod(lambda cls, device, command: ORIGIN))
+    return seen
+
+
+def test_a_launch_for_each_number_of_ranks_and_a_failed_one_is_said(launches, tmp_path, capsys):
+    only = ["--only", "latency", "causal-8k-bf16-w4", "window"]
+    assert bench.main([*only, "--out", str(tmp_path)]) == 1
+    assert launches == [("--nproc-per-node=2", ["latency", "window"]), ("--nproc-per-node=4", ["causal-8k-bf16-w4"])]
+    assert "the launch on 2 ranks failed with status 1" in capsys.readouterr().out
+    assert bench.main(["--only", "window", "--out", str(tmp_path)]) == 0
+
+
+def test_a_suite_resumes(launches, tmp_path, capsys):
+    """What the CSV has of this commit is passed over, and said to be; also there, `--again` measures it again."""
+    path, only = tmp_path / "full.csv", ["--only", "causal-8k-bf16-w1", "causal-4k-fp32"]
+    named = next(named for named in suite.SUITES["full"].cases if named.name == "causal-8k-bf16-w1")
+    for provider, mode in (("sdpa", "single"), ("ringcp", "ring")):
+        measured = report.Measured(provider, named.title, mode, [[1.0] * 3], [[100.0] * 3])
+        report.append_csv(path, measured.rows(ORIGIN, 1))
+    before = path.read_text()
+    assert bench.main(["--suite", "full", *only, "--out", str(tmp_path)]) == 0
+    assert launches == [("--nproc-per-node=2", ["causal-4k-fp32"])]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "has them of commit abc, passed over: causal-8k-bf16-w1 (--again: not so)" in said
+    assert path.read_text() == before
+    bench.main(["--suite", "full", "--again", *only, "--out", str(tmp_path)])
+    assert launches[1:] == [("--nproc-per-node=1", ["causal-8k-bf16-w1"]), ("--nproc-per-node=2", ["causal-4k-fp32"])]
+
+
+def test_a_wrong_ringcp_is_a_failure(launches, tmp_path):
+    named = next(named for named in suite.QUICK if named.name == "window")
+    wrong = report.Measured("ringcp", named.title, "ring", [], [], wrong="dk: error 1")
+    report.append_csv(tmp_path / "quick.csv", wrong.rows(ORIGIN, 1))
+    assert bench.main(["--only", "window", "--out", str(tmp_path)]) == 1
+
+
+def test_results_do_not_make_a_tree_another(tmp_path, monkeypatch):
+    """Else a run that appends to a file of the repository would no longer be of its commit."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    monkeypatch.setattr(report, "_ROOT", tmp_path)
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    result, code = tmp_path / "benchmarks" / "results" / "x.csv", tmp_path / "benchmarks" / "x.py"
+    result.write_text("a\n")
+    code.write_text("a\n")
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "m"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    clean = report._commit()
+    result.write_text("b\n")
+    assert report._commit() == clean
+    code.write_text("b\n")
+    assert report._commit() == f"{clean}+"
+
+
+def test_the_csv_has_the_columns_that_were_asked_for(tmp_path):
+    write(tmp_path / "x.csv", "ring", [1.0])
+    with (tmp_path / "x.csv").open(newline="") as file:
+        header = next(csv.reader(file))
+    assert header == [
+        "provider", "case", "mode", "metric", "unit", "median", "p20", "p80", "torch", "device", "threads", "commit",
+        "command",
+    ]  # fmt: skip
