@@ -30,7 +30,7 @@ from benchmarks.peers.rows import Rows, in_each_document
 from benchmarks.providers import Attention, Prepared, Provider, Setting
 
 # What a rank waits for one that raised, in a library that says nothing to its peers.
-PATIENCE = timedelta(minutes=1)
+PATIENCE = timedelta(minutes=2)
 _NO_WINDOW = -1, -1
 _MOST_SCORES = 2**30
 

@@ -121,7 +121,7 @@ class Result:
         rows = [row(metric, "ms", [1e3 * s[i] for s in self.seconds]) for i, metric in enumerate(METRICS)]
         if self.peak:
             rows += [row("sent", "bytes", [self.sent]), row(PEAK, "bytes", [self.peak])]
-        return [*rows, row(METRICS[0], "x ringcp's time", self.ratios)]
+        return rows if self.provider == OURS else [*rows, row(METRICS[0], "x ringcp's time", self.ratios)]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -131,14 +131,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     names = [named.name for named in CASES]
     add("--only", nargs="+", default=names, choices=names, metavar="CASE", help=f"of {', '.join(names)}")
-    add(
-        "--library",
-        nargs="+",
-        default=list(ADAPTERS),
-        choices=ADAPTERS,
-        metavar="NAME",
-        help=f"of {', '.join(ADAPTERS)}",
-    )
+    library = f"of {', '.join(ADAPTERS)}"
+    add("--library", nargs="+", default=list(ADAPTERS), choices=ADAPTERS, metavar="NAME", help=library)
     add("--minutes", type=float, default=15.0, help="for the rounds of all cases together; there are at least three")
     add("--rounds", type=int, default=25, help="at most so many")
     add("--csv", type=Path, help="file to append the results to")
@@ -234,7 +228,7 @@ def print_results(console: Console, results: Sequence[Result], cases: Sequence[N
     table = Table(title=title, title_justify="left")
     for column in ("case", "library", "mode"):
         table.add_column(column)
-    for column in ("ms", "rounds", "ringcp is faster by", "target", "peak MiB", "x ringcp's"):
+    for column in ("ms", "rounds", "ringcp is x as fast", "target", "peak MiB", "x ringcp's"):
         table.add_column(column, justify="right")
     for named in cases:
         table.add_section()
@@ -284,19 +278,11 @@ def _rank(args: argparse.Namespace) -> None:
 
 def _launch(named: Named, args: argparse.Namespace, minutes: float, path: Path) -> str:
     """Runs the ranks of one case; what went wrong, empty if nothing did."""
-    options = [
-        "--only",
-        named.name,
-        "--library",
-        *args.library,
-        "--minutes",
-        f"{minutes:g}",
-        "--rounds",
-        str(args.rounds),
-    ]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={named.world_size}",
-        "--module", "benchmarks.peers.bench", *options, "--to", str(path), *(["--smoke"] if args.smoke else []),
+        "--module", "benchmarks.peers.bench", "--only", named.name,
+        "--library", *args.library, "--minutes", f"{minutes:g}", "--rounds", str(args.rounds), "--to", str(path),
+        *(["--smoke"] if args.smoke else []),
     ]  # fmt: skip
     # On a signal torchrun ends its ranks; killed, it would leave them.
     with subprocess.Popen(command, env=_QUIET | os.environ) as launch:
