@@ -132,7 +132,7 @@ def _launch_all(
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         words = [str(word) for option, values in options.items() for word in (option, *values)]
         # Without the variable torchrun sets it to 1 and warns; each rank sets its threads itself.
-        environment = {"OMP_NUM_THREADS": str(args.threads)} | os.environ
+        environment = {"OMP_NUM_THREADS": str(args.threads), "PYTHONUNBUFFERED": "1"} | os.environ
         done = subprocess.run([*start, "benchmarks/launch.py", *words], cwd=_ROOT, env=environment, check=False)
         if done.returncode:
             failed.append(f"the launch on {world_size} ranks failed with status {done.returncode}; its error is above")

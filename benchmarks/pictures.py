@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.providers import BASELINE, PROVIDERS
 from benchmarks.report import Origin, Quantiles
 from benchmarks.suite import BARE, BOTH, OF_SINGLE, PEAK, SENT, Named
 from benchmarks.summary import Key, Results
@@ -73,24 +73,21 @@ def by_ranks(cases: Iterable[Named], results: Results) -> Figure | None:
     """Bytes sent and peak memory of a call, on the rank that has most: the case that was measured on most numbers of
     ranks. None if there is nothing to show.
     """
-    by_case: dict[str, list[Named]] = {}
-    for named in cases:
-        if Key(BASELINE, named.title, PROVIDERS[BASELINE].modes[0]) in results and BARE not in named.companions:
-            by_case.setdefault(named.case.name, []).append(named)
+    by_case: dict[str, dict[str, Lines]] = {}
+    for named in sorted(cases, key=lambda named: named.world_size):
+        for metric, mode in product((SENT, PEAK), named.modes):
+            found = results.get(Key("ringcp", named.title, mode))
+            if found is not None and (metric, "bytes") in found.values and BARE not in named.companions:
+                count = found.values[metric, "bytes"]
+                megabytes = Quantiles(count.median / 1e6, count.p20 / 1e6, count.p80 / 1e6)
+                lines = by_case.setdefault(named.case.name, {SENT: {}, PEAK: {}})[metric]
+                lines.setdefault(mode, []).append((named.world_size, megabytes))
     if not by_case:
         return None
-    name, group = max(by_case.items(), key=lambda item: len(item[1]))
+    name, counts = max(by_case.items(), key=lambda item: max(map(len, item[1][SENT].values())))
     figure, axes = _panels(2)
     for axis, metric, label in zip(axes, (SENT, PEAK), ("MB sent", "peak MB, beside the inputs"), strict=True):
-        lines: Lines = {}
-        for named in sorted(group, key=lambda named: named.world_size):
-            for mode in named.modes:
-                found = results.get(Key("ringcp", named.title, mode))
-                if found is not None and (metric, "bytes") in found.values:
-                    count = found.values[metric, "bytes"]
-                    megabytes = Quantiles(count.median / 1e6, count.p20 / 1e6, count.p80 / 1e6)
-                    lines.setdefault(mode, []).append((named.world_size, megabytes))
-        _draw(axis, lines)
+        _draw(axis, counts[metric])
         axis.set(title=name, xlabel="ranks", ylabel=label)
         axis.set_ylim(bottom=0)
     return figure

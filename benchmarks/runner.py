@@ -126,7 +126,7 @@ def run_case(harness: Harness, job: Job, effort: Effort, meter: Meter) -> list[M
                 by_mode[entrant.provider, entrant.mode],
                 _percents(harness, entrant, by_mode),
                 breakdown=tuple(harness.breakdown(entrant, calls=calls)) if effort.breakdown and recorded else (),
-                more=tuple(_further(job.case, harness.world_size, entrant, usage, by_mode)),
+                more=tuple(_further(harness, job.case, entrant, usage, by_mode)),
                 timelines=tuple(harness.timeline(entrant)) if effort.drawn and recorded else (),
             )
         )
@@ -175,7 +175,7 @@ def _percents(harness: Harness, entrant: Entrant, seconds: _Seconds) -> list[lis
     if entrant.companion in (DENSE, BARE):
         return []
     baseline, mine = seconds[BASELINE, PROVIDERS[BASELINE].modes[0]], seconds[entrant.provider, entrant.mode]
-    devices = min(harness.world_size, torch.cuda.device_count()) if harness.device == "cuda" else 1
+    devices = _devices(harness)
     by_metric = [
         percent_of_baseline([s[i] for s in baseline], [s[i] for s in mine], devices=devices)
         for i in range(len(METRICS))
@@ -183,7 +183,13 @@ def _percents(harness: Harness, entrant: Entrant, seconds: _Seconds) -> list[lis
     return [list(by_round) for by_round in zip(*by_metric, strict=True)]
 
 
-def _further(case: Case, world_size: int, entrant: Entrant, usage: Usage, seconds: _Seconds) -> Iterator[Values]:
+def _devices(harness: Harness) -> int:
+    """How many times the hardware of one process the ranks have: on CPU none, since they share its cores."""
+    return min(harness.world_size, torch.cuda.device_count()) if harness.device == "cuda" else 1
+
+
+def _further(harness: Harness, case: Case, entrant: Entrant, usage: Usage, seconds: _Seconds) -> Iterator[Values]:
+    """What there is beside times and percents of the baseline."""
     if entrant.companion == BARE:
         return
     yield Values(PEAK, "bytes", [usage.peak])
@@ -192,14 +198,15 @@ def _further(case: Case, world_size: int, entrant: Entrant, usage: Usage, second
         return
     mine = seconds[entrant.provider, entrant.mode]
     if dense := seconds.get((BASELINE, DENSE)):
-        work = case.pairs / min(DENSE_LEN, case.seq_len) ** 2
+        work = case.pairs / min(DENSE_LEN, case.seq_len) ** 2 / _devices(harness)
         yield Values(BOTH, OF_DENSE, [100 * work * d[0] / m[0] for d, m in zip(dense, mine, strict=True)])
     if on_two := seconds.get((entrant.provider, f"{entrant.mode} {TWO_RANKS}")):
         yield Values(BOTH, OF_TWO, [100 * m[0] / t[0] for t, m in zip(on_two, mine, strict=True)])
     if bare := seconds.get((entrant.provider, f"{BARE} {entrant.mode}")):
         yield Values(OVER_BARE, "ms", [1e3 * (m[1] - b[1]) for b, m in zip(bare, mine, strict=True)])
-    if entrant.provider == "ringcp" and entrant.mode == "ring" and world_size > 1 and case.mask in ("causal", "full"):
-        yield Values(PEAK, OF_FORMULA, [100 * usage.peak / ring_bytes(case, world_size)])
+    passes_blocks = entrant.mode == "ring" and harness.world_size > 2 and case.mask in ("causal", "full")
+    if entrant.provider == "ringcp" and passes_blocks:
+        yield Values(PEAK, OF_FORMULA, [100 * usage.peak / ring_bytes(case, harness.world_size)])
 
 
 def ring_bytes(case: Case, ranks: int) -> int:

@@ -24,6 +24,7 @@ RUN_ELSEWHERE = {
     "make examples": "this run",
     "make matrix": "CI, before the core suite",
     "make demo": "tests/test_train_example.py",
+    "make bench": "tests/test_bench_suite.py",
     "torchrun --standalone --nproc-per-node=2 examples/train.py": "tests/test_train_example.py",
     "torchrun --standalone --nproc-per-node=2 benchmarks/attention.py": "tests/test_benchmarks.py",
 }
