@@ -1,8 +1,8 @@
 """What flash-attn computes, by the calls of CPU flash attention that ringcp makes for the same mask.
 
 So a library on top of the stand-in package has the kernel that ringcp has: a window is cut into the same strips, a
-bottom-right causal block into the same parts. One thing comes on top: the CPU op returns gradients in memory of its own, which
-are copied into the caller's buffers, where the CUDA kernel writes them at once.
+bottom-right causal block into the same parts. One thing comes on top: the CPU op returns gradients in memory of its
+own, which are copied into the caller's buffers, where the CUDA kernel writes them at once.
 
 Shapes: B batch, M query rows, N keys, Hq and Hkv heads, D head dim; packed sequences lie one after another in M and N.
 """
