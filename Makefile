@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test matrix examples bench bench-training parity lint format clean
+.PHONY: help install demo test matrix examples bench bench-peers bench-training parity lint format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,6 +38,14 @@ examples: $(STAMP)  ## run the examples and the commands of the README, and chec
 bench: $(STAMP)  ## 12 cases in ten minutes; SUITE=full: all, under 100 minutes, can be stopped and resumed; ARGS="--only window"
 	$(BIN)/python benchmarks/bench.py --suite $(or $(SUITE),quick) $(ARGS)
 
+$(PEERS_STAMP): benchmarks/peers/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $<
+	touch $@
+
+bench-peers: $(PEERS_STAMP)  ## ringcp beside other libraries, in 15 to 20 minutes; ARGS="--only documents" or "--smoke"
+	$(PEERS)/bin/python -m benchmarks.peers.bench $(ARGS)
+
 bench-training: $(STAMP)  ## train a small decoder in every mode and in one process: speed, memory, loss curves; ARGS="--smoke"
 	$(BIN)/python benchmarks/training.py $(ARGS)
 
@@ -50,5 +60,5 @@ format: $(STAMP)  ## rewrite the files as ruff would have them
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,7 +34,8 @@ class Wire(TorchDispatchMode):
     ops, such as ringcp's.
 
     Of a collective among P ranks it counts what the definition moves: an all-gather sends the own part to P - 1 ranks,
-    an all-to-all or reduce-scatter all but the own part, taken as 1/P, an all-reduce twice that.
+    an all-to-all or reduce-scatter all but the own part, taken as 1/P where no sizes are given (which are read as those
+    of a group of all ranks), an all-reduce twice that.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,8 @@ class Wire(TorchDispatchMode):
             named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
             if factor := _factor(func._schema.name, _group_size(named)):
                 given = next(value for name, value in named.items() if name.startswith(("input", "tensor")))
+                if splits := named.get("input_split_sizes"):  # torch's permute sends all of it to one rank
+                    factor = 1 - splits[dist.get_rank()] / sum(splits)
                 self.sent += factor * _size(given)
         return func(*args, **(kwargs or {}))
 
