@@ -24,17 +24,14 @@ from ringcp.mask_nodes import (
     ChunkedNode,
     DocumentsNode,
     FullNode,
-    Indices,
-    Node,
     OrNode,
     PaddingNode,
-    Pair,
-    PredicateNode,
     PrefixNode,
-    Sizes,
     WindowNode,
 )
 from ringcp.mask_spec import decode, encode
+from ringcp.node import Indices, Node, Pair, Sizes
+from ringcp.predicate_node import PredicateNode
 from ringcp.spec import host_int64
 
 # Specs are padded to a multiple of this, so that different masks have specs of one shape and compile once.

@@ -13,13 +13,13 @@ from ringcp.mask_nodes import (
     ChunkedNode,
     DocumentsNode,
     FullNode,
-    Node,
     OrNode,
     PaddingNode,
-    PredicateNode,
     PrefixNode,
     WindowNode,
 )
+from ringcp.node import Node
+from ringcp.predicate_node import PredicateNode
 
 # The place in this tuple is the node's code in a spec.
 _NODES: tuple[type, ...] = (
