@@ -17,9 +17,10 @@ from torch import Tensor
 from ringcp.band import Band, Range
 from ringcp.errors import ArgumentError
 from ringcp.layout import Span
-from ringcp.mask_mods import named
+from ringcp.mask_mods import named, rectangles
 from ringcp.mask_nodes import (
     AndNode,
+    BlocksNode,
     CausalNode,
     ChunkedNode,
     DocumentsNode,
@@ -31,7 +32,7 @@ from ringcp.mask_nodes import (
 )
 from ringcp.mask_spec import decode, encode
 from ringcp.node import Indices, Node, Pair, Sizes
-from ringcp.predicate_node import PredicateNode
+from ringcp.predicate_node import BlockMaskNode, PredicateNode
 from ringcp.spec import host_int64
 
 # Specs are padded to a multiple of this, so that different masks have specs of one shape and compile once.
@@ -118,13 +119,15 @@ class Mask:
 
         q_heads, kv_len: of queries, if known, and of keys if these are another sequence.
         """
+        wrong = self._node.problem(Sizes(batch, q_heads, seq_len, seq_len if kv_len is None else kv_len))
+        if wrong:
+            return f"mask: expected {wrong} in {self}; give what the sequence holds"
         if self.rows not in (None, batch):
             return (
                 f"mask: expected one entry for each of {batch} batch rows, or one for all, got {self.rows} in {self}; "
                 "give one entry a batch row"
             )
-        wrong = self._node.problem(Sizes(batch, q_heads, seq_len, seq_len if kv_len is None else kv_len))
-        return f"mask: expected {wrong} in {self}; give what the sequence holds" if wrong else ""
+        return ""
 
     def probe(self, batch: int, q_heads: int, q_len: int, k_len: int, device: torch.device) -> None:
         """Try the functions in it on a few pairs.
@@ -312,8 +315,9 @@ def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, n
     are. Tensors that `fn` captures are whole ones too (not sharded buffers of a context), on the device of q.
 
     Work is planned, moved and balanced for what it is combined with: ``Predicate(fn) & Causal()`` computes as much as
-    ``Causal()``, alone it is as dear as full attention. Each kernel call gets its part written out, evaluated anew in
-    forward and backward, rows times keys of bools (times heads and batch if `fn` looks at them).
+    ``Causal()``, alone it is as dear as full attention, but for a `BlockMask`, whose empty blocks are neither computed
+    nor moved. Each kernel call gets its part written out, evaluated anew in forward and backward, rows times keys of
+    bools (times heads and batch if `fn` looks at them).
 
     Make it outside of compiled code. Ranks agree on the name alone: give different functions different names.
 
@@ -324,7 +328,8 @@ def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, n
     Raises:
         ArgumentError: for what cannot be called, or has no name.
     """
-    return Mask(PredicateNode(named(fn, name)))
+    mod, blocks = named(fn, name), rectangles(fn)
+    return Mask(PredicateNode(mod) if blocks is None else BlockMaskNode(mod, BlocksNode(_shared(blocks))))
 
 
 def _edges_of_lengths(lengths: list[int]) -> tuple[int, ...]:

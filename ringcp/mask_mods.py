@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 import torch
@@ -155,14 +155,43 @@ def block_mask_type() -> type | None:
     return None if module is None else module.BlockMask  # type: ignore[no-any-return]
 
 
-def _of_blocks(blocks: Any) -> Callable[..., Any]:
-    """What compiled FlexAttention does with a BlockMask: its mask_mod holds in partial blocks, in full ones all do."""
-    q_size, k_size = blocks.BLOCK_SIZE
-    num_k = -(-blocks.seq_lengths[1] // k_size)
+def rectangles(fn: Any) -> list[tuple[tuple[int, ...], ...]] | None:
+    """Of a BlockMask, for each batch row, what some head may attend to: (first query, query after the last, first key,
+    key after the last) of each run of blocks, where block rows that are alike are one. None for another function.
+    """
+    block_mask = block_mask_type()
+    return _runs(fn) if block_mask is not None and isinstance(fn, block_mask) else None
+
+
+def _runs(blocks: Any) -> list[tuple[tuple[int, ...], ...]]:
+    (q_size, k_size), (q_len, k_len) = blocks.BLOCK_SIZE, blocks.seq_lengths
+    found: list[tuple[tuple[int, ...], ...]] = []
+    for of_row in (_kinds(blocks) > 0).any(1).tolist():
+        row, rects = 0, []
+        for listed, alike in groupby(of_row):
+            first_row, row = row, row + len(list(alike))
+            column = 0
+            for is_listed, run in groupby(listed):
+                first, column = column, column + len(list(run))
+                if is_listed:
+                    keys = first * k_size, min(column * k_size, k_len)
+                    rects.append((first_row * q_size, min(row * q_size, q_len), *keys))
+        found.append(tuple(rects))
+    return found
+
+
+def _kinds(blocks: Any) -> Tensor:
+    """(B, H, rows, columns): 0 for a block where nothing attends, 1 where its mask_mod says what, 2 where all does."""
+    num_k = -(-blocks.seq_lengths[1] // blocks.BLOCK_SIZE[1])
     kinds = _marked(blocks.kv_num_blocks, blocks.kv_indices, num_k)
     if blocks.full_kv_num_blocks is not None:
         kinds += 2 * _marked(blocks.full_kv_num_blocks, blocks.full_kv_indices, num_k)
-    kinds = kinds.view(*(1,) * (4 - kinds.ndim), *kinds.shape)
+    return kinds.view(*(1,) * (4 - kinds.ndim), *kinds.shape)
+
+
+def _of_blocks(blocks: Any) -> Callable[..., Any]:
+    """What compiled FlexAttention does with a BlockMask: its mask_mod holds in partial blocks, in full ones all do."""
+    (q_size, k_size), kinds = blocks.BLOCK_SIZE, _kinds(blocks)
     by_row, by_head = (size > 1 for size in kinds.shape[:2])
     table = kinds[(slice(None) if by_row else 0, slice(None) if by_head else 0)]
     mask_mod = blocks.mask_mod

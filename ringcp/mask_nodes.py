@@ -10,6 +10,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -314,6 +315,52 @@ class PaddingNode(_Exact):
 
     def __str__(self) -> str:
         return f"Padding({_listed([list(valid) for valid in self.valid])})"
+
+
+@dataclass(frozen=True)
+class BlocksNode(_Exact):
+    """In one of some rectangles.
+
+    rectangles: for each batch row, or once for all, disjoint (first query, query after the last, first key, key after
+    the last), in the order of the queries; of any two the queries are the same or disjoint.
+    """
+
+    rectangles: tuple[tuple[tuple[int, ...], ...], ...]
+    needs_band: ClassVar[bool] = False
+    of_one_sequence: ClassVar[bool] = False
+
+    @property
+    def rows(self) -> int | None:
+        return _num_rows(self.rectangles)
+
+    @property
+    def reach(self) -> int:
+        return max((max(q1 - 1 - k0, k1 - 1 - q0) for row in self.rectangles for q0, q1, k0, k1 in row), default=0)
+
+    def pieces(self, pair: Pair, row: int) -> list[Band]:
+        rectangles = _of_row(self.rectangles, row)
+        last = pair.q_start + (pair.num_q - 1) * pair.step
+        result = []
+        for q0, q1, k0, k1 in rectangles[bisect_right(rectangles, pair.q_start, key=itemgetter(1)) :]:
+            if q0 > last:
+                break
+            q, k = pair.rows(q0, q1), pair.keys(k0, k1)
+            band = full(q, k) if q[0] < q[1] and k[0] < k[1] else None
+            result += [] if band is None else [band]
+        return result
+
+    def allows(self, at: Indices, row: int) -> Tensor:
+        allowed = torch.zeros_like(at.q - at.k, dtype=torch.bool)
+        for q0, q1, k0, k1 in _of_row(self.rectangles, row):
+            allowed |= (at.q >= q0) & (at.q < q1) & (at.k >= k0) & (at.k < k1)
+        return allowed
+
+    def problem(self, sizes: Sizes) -> str:
+        return ""  # the function beside it knows its sizes
+
+    def __str__(self) -> str:
+        digest = blake2b(repr(self.rectangles).encode(), digest_size=8).hexdigest()
+        return f"{sum(map(len, self.rectangles))} rectangles of blocks #{digest}"
 
 
 def _num_rows(per_row: tuple[Any, ...]) -> int | None:

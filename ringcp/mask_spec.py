@@ -9,6 +9,7 @@ from typing import Any
 from ringcp.mask_mods import MaskMod, mask_mod_of
 from ringcp.mask_nodes import (
     AndNode,
+    BlocksNode,
     CausalNode,
     ChunkedNode,
     DocumentsNode,
@@ -19,7 +20,7 @@ from ringcp.mask_nodes import (
     WindowNode,
 )
 from ringcp.node import Node
-from ringcp.predicate_node import PredicateNode
+from ringcp.predicate_node import BlockMaskNode, PredicateNode
 
 # The place in this tuple is the node's code in a spec.
 _NODES: tuple[type, ...] = (
@@ -33,6 +34,8 @@ _NODES: tuple[type, ...] = (
     PrefixNode,
     PaddingNode,
     PredicateNode,
+    BlocksNode,
+    BlockMaskNode,
 )
 
 

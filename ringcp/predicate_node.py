@@ -1,4 +1,4 @@
-"""The node of a mask that a function says: `ringcp.Predicate`."""
+"""The nodes of masks that a function says: `ringcp.Predicate`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ from ringcp.node import Indices, Node, Pair, Sizes
 
 
 @dataclass(frozen=True)
-class PredicateNode:
-    """The pairs that a function allows; of which pieces know nothing."""
+class _OfFunction:
+    """The pairs that a function allows."""
 
     mod: MaskMod
-    rows: ClassVar[None] = None
-    reach: ClassVar[None] = None
     needs_band: ClassVar[bool] = False
     of_one_sequence: ClassVar[bool] = False
 
     @property
     def mods(self) -> tuple[MaskMod, ...]:
         return (self.mod,)
-
-    def pieces(self, pair: Pair, row: int) -> list[Band]:
-        return FullNode().pieces(pair, row)
 
     def allows(self, at: Indices, row: int) -> Tensor:
         return self.mod(at.batch, at.heads, at.q.flatten(), at.k.flatten())
@@ -42,8 +37,43 @@ class PredicateNode:
             return ""
         return f"a BlockMask of (B, H, Q_LEN, KV_LEN) = {wanted}, or of B or H 1, got {self.mod.shape}"
 
+
+@dataclass(frozen=True)
+class PredicateNode(_OfFunction):
+    """Of which pieces know nothing."""
+
+    rows: ClassVar[None] = None
+    reach: ClassVar[None] = None
+
+    def pieces(self, pair: Pair, row: int) -> list[Band]:
+        return FullNode().pieces(pair, row)
+
     def superset(self) -> Node:
         return FullNode()
 
     def __str__(self) -> str:
         return str(self.mod)
+
+
+@dataclass(frozen=True)
+class BlockMaskNode(_OfFunction):
+    """All of which lie in some blocks, which is what pieces know."""
+
+    within: Node
+
+    @property
+    def rows(self) -> int | None:
+        return self.within.rows
+
+    @property
+    def reach(self) -> int | None:
+        return self.within.reach
+
+    def pieces(self, pair: Pair, row: int) -> list[Band]:
+        return self.within.pieces(pair, row)
+
+    def superset(self) -> Node:
+        return self.within
+
+    def __str__(self) -> str:
+        return f"{self.mod} in {self.within}"

@@ -1,5 +1,7 @@
 """`Predicate`: masks that a function says, exact in every mode, layout and batch, and what is refused of them."""
 
+import re
+
 import pytest
 import torch
 from calls import ways
@@ -11,11 +13,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 import ringcp
 from ringcp import Causal, Predicate, Window
+from ringcp.band import count
 from ringcp.kernels.base import Form
 from ringcp.kernels.reference import Reference
 from ringcp.kernels.sdpa_cpu import SdpaFlashCpu
 from ringcp.layout import layout_named
+from ringcp.schedule import build
 from ringcp.testing import assert_close, in_process, reference_attention
+from ringcp.topology import ring
 from ringcp.vectorize import vectorized
 
 HEADS = ((4, 2), (3, 3), (5, 1), (6, 2))
@@ -259,7 +264,9 @@ def test_block_masks():
 
     blocks = create_block_mask(by_block, 2, 3, 300, 300, device="cpu", BLOCK_SIZE=64)
     mask, at = Predicate(blocks), torch.arange(300)
-    assert repr(mask) == "Predicate(by_block, 2 x 3 x 300 x 300)"
+    assert re.fullmatch(
+        r"Predicate\(by_block, 2 x 3 x 300 x 300\) in \d+ rectangles of blocks #[0-9a-f]{16}", repr(mask)
+    )
     want = create_mask(by_block, 2, 3, 300, 300, device="cpu")
     assert torch.equal(mask.dense(at, at, batch=2, heads=3), want)
     inputs = tensors(given, 3)
@@ -281,3 +288,36 @@ def test_block_masks():
             in_process(q, k, v, world_size=2, mask=mask, kv_layout="contiguous")
     with pytest.raises(ringcp.ArgumentError, match=r"got BlockMask; write ringcp.Predicate\(...\) of it"):
         in_process(*inputs[:3], world_size=2, mask=blocks)
+
+
+def blocks_of_documents(b, h, q_idx, kv_idx):
+    return (q_idx // 24 == kv_idx // 24) & (q_idx >= kv_idx)
+
+
+def test_of_a_block_mask_only_what_its_blocks_need_is_planned_and_moved():
+    """Blocks of 8, documents of 24 tokens, 4 ranks of 24: nothing moves; ranks of 32 and 16 fetch a document's rest."""
+    blocks = create_block_mask(blocks_of_documents, 1, None, 96, 96, device="cpu", BLOCK_SIZE=8)
+    mask = Predicate(blocks)
+    for world_size, rows in ((4, [0, 0, 0, 0]), (3, [8, 16, 0]), (6, None)):
+        layout = layout_named("contiguous", 96, world_size)
+        needed = [set() for _ in range(world_size)]
+        positions = torch.arange(96) // (96 // world_size)
+        listed = (torch.arange(96)[:, None] // 24 == torch.arange(96) // 24) & (
+            torch.arange(96)[:, None] // 8 >= torch.arange(96) // 8
+        )
+        for q, k in listed.nonzero().tolist():
+            if positions[q] != positions[k]:
+                needed[positions[k]].add((positions[q].item(), k))
+        want = [len(of_rank) for of_rank in needed]
+        assert rows is None or want == rows
+        got = [build(layout, mask.superset, ring(world_size), rank).rows_sent("kv") for rank in range(world_size)]
+        assert got == want
+    (step,) = build(layout_named("contiguous", 96, 1), mask.superset, ring(1), 0).forward
+    assert sum(count(tile.band) for tile in step.tiles) == listed.sum()
+    given = Given(1, 4, 96, 96)
+    q, k, v, dout, dlse = tensors(given, 2)
+    dense = create_mask(blocks_of_documents, 1, 1, 96, 96, device="cpu")
+    want = results(lambda *x: reference_attention(*x, mask=dense), q, k, v, dout, dlse)
+    for mode in ("ring", "gather", "ulysses"):
+        how = {"world_size": 3, "mask": mask, "mode": mode, "return_lse": True}
+        same(results(lambda *x, how=how: in_process(*x, **how), q, k, v, dout, dlse), want, mode)
