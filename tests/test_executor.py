@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringcp
+from ringcp.cutting import Caps
 from ringcp.executor import Job, backward, drive, drive_all, forward
 from ringcp.kernels.registry import KERNELS
-from ringcp.lower import Caps, Plan, plan
+from ringcp.lower import Plan, plan
 from ringcp.schedule import Heads
 from ringcp.topology import ring
 from ringcp.transport import P2P, InProcess, Parcel

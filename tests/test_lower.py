@@ -10,10 +10,11 @@ from schedule_checks import any_call, disjoint, pairs_of
 from schedule_checks import leaves as masks
 
 import ringcp
-from ringcp import Causal, Contiguous, Documents, Full, HeadTail, Striped, Window, lower
+from ringcp import Causal, Contiguous, Documents, Full, HeadTail, Striped, Window, cutting, lower
 from ringcp.band import Band, trim
+from ringcp.cutting import Caps, Strips
 from ringcp.layout import Span
-from ringcp.lower import Call, Caps, Form, Region, Strips
+from ringcp.lower import Call, Form, Region
 from ringcp.schedule import Heads, Schedule, Step, Tile, build
 from ringcp.topology import ring
 
@@ -29,7 +30,7 @@ every_caps = pytest.mark.parametrize("caps", ALL_CAPS, ids=lambda c: f"{c.causal
 def few_masked_keys():
     """Likewise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower, "_MASKED_KEYS", 8)
+        patch.setattr(cutting, "_MASKED_KEYS", 8)
         yield
 
 
@@ -299,7 +300,7 @@ def test_a_window_is_taken_as_the_kernel_takes_it(caps):
 def test_strips_waste_little():
     """The rectangles of a window under masks stay near the window, whatever the length."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower, "_MASKED_KEYS", 8 * 256)
+        patch.setattr(cutting, "_MASKED_KEYS", 8 * 256)
         schedule = build(Contiguous(65536, 1), Window(4095), ring(1), 0)
         (step,) = lower.lower(schedule, Caps("square", "mask", forward=Strips(256))).forward.steps
     area = sum((c.q[1] - c.q[0]) * (c.k[1] - c.k[0]) for c in step.calls)

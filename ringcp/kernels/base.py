@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ringcp.lower import Caps, Form
+from ringcp.cutting import Caps
+from ringcp.lower import Form
 
 
 def _must_be_deterministic() -> bool:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringcp.cutting import Caps
 from ringcp.kernels import launches, refusals
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import HALF
 from ringcp.kernels.package import Package
 from ringcp.kernels.packed import Packed
 from ringcp.kernels.windows import Window
-from ringcp.lower import Caps
 
 PACKAGE = Package(
     "flash-attn",

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringcp.cutting import Caps
 from ringcp.kernels import refusals
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import HALF, aligned, padded, round_up
 from ringcp.kernels.package import Package
 from ringcp.kernels.packed import Packed
 from ringcp.kernels.windows import Window, window
-from ringcp.lower import Caps
 
 _HOPPER = 9
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringcp.cutting import Caps
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import allowed as in_form
 from ringcp.kernels.operands import attending
 from ringcp.kernels.pairwise import Alibi, Dropout
 from ringcp.kernels.refusals import word
-from ringcp.lower import Caps
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ringcp.cutting import Caps
 from ringcp.kernels.base import Problem
 from ringcp.kernels.operands import num_lse_columns, round_up
-from ringcp.lower import Caps
 
 
 def word(dtype: torch.dtype) -> str:

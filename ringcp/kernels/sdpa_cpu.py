@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ringcp.band import Band, crop, trim
+from ringcp.cutting import Caps, Strips
 from ringcp.kernels import refusals
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import additive_mask, attending, padded, shared_width, unit_stride, with_lse_grad
 from ringcp.kernels.pairwise import Alibi
 from ringcp.kernels.windows import form_of
-from ringcp.lower import Caps, Strips
 
 _aten = torch.ops.aten
 # With rows of any width, the bits of a head's results depend on how many heads it is among: a product whose operands

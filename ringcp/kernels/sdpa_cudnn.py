@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringcp.cutting import Caps
 from ringcp.kernels import refusals
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import HALF, aligned, padded, shared_width, with_lse_grad
 from ringcp.kernels.reference import Reference
-from ringcp.lower import Caps
 
 _aten = torch.ops.aten
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringcp.cutting import Caps
 from ringcp.kernels import refusals
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import HALF, additive_mask, aligned, num_lse_columns, padded, round_up, with_lse_grad
-from ringcp.lower import Caps
 
 _aten = torch.ops.aten
 
