@@ -14,7 +14,7 @@ from ringcp.executor import drive
 from ringcp.kernels.base import Form, Kernel
 from ringcp.layout import Layout
 from ringcp.modes import Choice, Mode
-from ringcp.runs import Run, gather_of, make_run
+from ringcp.runs import Run, make_run, sizes_of
 from ringcp.schedule import Heads
 from ringcp.transport import Parcel
 
@@ -117,9 +117,9 @@ class OneRank:
 
     def _run(self) -> Run:
         shape = self._shape
-        gather = gather_of(self.given.k, self.given.v, shape.seq_len, None)
+        sizes = sizes_of(self.given.k, self.given.v, shape.seq_len, None)
         heads = Heads(shape.q_heads, shape.kv_heads)
         scale = shape.head_dim**-0.5
         return make_run(
-            self._mode, self._layout, None, ringcp.Causal(), heads, self._rank, self.kernel, scale, self.wires, gather
+            self._mode, self._layout, None, ringcp.Causal(), heads, self._rank, self.kernel, scale, self.wires, sizes
         )

@@ -162,12 +162,9 @@ class _Watch:
 def _shares(clock: Clock, rank: OneRank) -> tuple[float, float, float]:
     """The merges' part in forward, the kernels' in forward and in backward, in percent; apart from the timed rounds."""
     kernel, watch = rank.kernel, _Watch(clock)
-    rank.kernel = SimpleNamespace(  # type: ignore[assignment]
-        name=kernel.name,
-        caps=kernel.caps,
-        forward=watch.around("kernel forward", kernel.forward),
-        backward=watch.around("kernel backward", kernel.backward),
-    )
+    names = [name for name in ("forward", "backward", "forward_packed", "backward_packed") if hasattr(kernel, name)]
+    watched = {name: watch.around(f"kernel {name.partition('_')[0]}", getattr(kernel, name)) for name in names}
+    rank.kernel = SimpleNamespace(name=kernel.name, caps=kernel.caps, **watched)  # type: ignore[assignment]
     try:
         with patch.object(executor, "merge_", watch.around("merge", merge_)):
             times = timed(clock, rank)

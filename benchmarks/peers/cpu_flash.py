@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringcp.band import Range, trim
 from ringcp.kernels.sdpa_cpu import SdpaFlashCpu
-from ringcp.lower import Call, Pass, lower
+from ringcp.lower import Call, Plan, lower
 from ringcp.merge import merge_
 from ringcp.schedule import Schedule, Step, Tile
 
@@ -34,11 +34,12 @@ def segments(cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int]) -> Segmen
 
 
 @lru_cache(maxsize=256)
-def calls_of(packed: Segments, causal: bool, window: tuple[int, int]) -> Pass:
+def plan_of(packed: Segments, causal: bool, window: tuple[int, int], itemsize: int) -> Plan:
     """The kernel calls of a mask as flash-attn has it: the last row of a sequence is level with its last key.
 
     Args:
         window: how many keys a row sees to the left and to the right of the one it is level with; -1 for all.
+        itemsize: bytes of an element.
     """
     left, right = window[0], 0 if causal else window[1]
     tiles = []
@@ -51,15 +52,22 @@ def calls_of(packed: Segments, causal: bool, window: tuple[int, int]) -> Pass:
             tiles.append(Tile(band))
     num_rows, num_keys = packed[-1][0][1], packed[-1][1][1]
     steps = (Step(source=0, rows=((0, num_keys),), tiles=tuple(tiles)),)
-    return lower(Schedule("local", 0, 1, num_rows, steps, steps), _KERNEL.caps).forward
+    return lower(Schedule("local", 0, 1, num_rows, steps, steps), _KERNEL.caps.of(itemsize))
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """(B, H, N, D), also in memory: the CPU kernel is up to 6 % slower on keys and values that lie otherwise, which
+    flash-attn's are not.
+    """
+    return x.transpose(1, 2).contiguous()
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, packed: Segments, causal: bool, window: tuple[int, int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, Hq, D) and lse (B, Hq, M) in fp32, +inf for a row without a key, from q (B, M, Hq, D), k and v."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    lowered = calls_of(packed, causal, window)
+    q, k, v = q.transpose(1, 2), _heads_first(k), _heads_first(v)
+    lowered = plan_of(packed, causal, window, q.itemsize).forward
     calls, m = lowered.steps[0].calls, q.shape[2]
     if len(calls) == 1 and calls[0].q == (0, m):
         out, lse = _KERNEL.forward(q, *_keys(k, v, call=calls[0]), form=calls[0].form, scale=scale)
@@ -93,8 +101,9 @@ def backward(
     scale: float,
 ) -> None:
     """Writes dq, dk and dv into `grads`. out and lse may be those of more keys than these, as in a ring."""
-    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    calls = calls_of(packed, causal, window).steps[0].calls
+    dout, q, out = (x.transpose(1, 2) for x in (dout, q, out))
+    k, v = _heads_first(k), _heads_first(v)
+    calls = plan_of(packed, causal, window, q.itemsize).backward.steps[0].calls
     places = [[call.q for call in calls]] + 2 * [[call.k for call in calls]]
     totals = [_Total(grad.transpose(1, 2), ranges) for grad, ranges in zip(grads, places, strict=True)]
     for call in calls:
