@@ -1,9 +1,12 @@
-"""Gathering and reducing over the ranks of a group, for callers whose ranks have agreed before."""
+"""Gathering and reducing over the ranks of a group, for callers whose ranks have agreed before.
+
+On gloo they are messages from rank to rank. Its collectives hand tensors to a thread that lets go of them a moment
+after they are done; if the program is ending by then, that aborts the process (torch 2.13).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,27 +15,36 @@ from torch import Tensor
 from ringcp.errors import PeerError
 from ringcp.groups import GroupState
 from ringcp.merge import accumulator_dtype
-from ringcp.transport import deadline_of, limit_text, wait_until
+from ringcp.transport import P2P, Parcel
+
+_TAG = (1 << 30) + 2  # apart from those of `executor.tag_of` and of votes
 
 
 def gather(
     x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int, timeout: float | None = None
 ) -> list[Tensor]:
-    """Every rank's rows of `dim`, by rank. Parts of different lengths travel padded to the longest one, as bytes.
+    """Every rank's rows of `dim`, by rank.
 
     timeout: seconds to wait on gloo; None for the group's own.
     """
     rows = x.movedim(dim, 0)
-    longest = max(lengths)
-    sent = rows.new_zeros((longest, *rows.shape[1:]))
+    if not x.is_cuda:
+        sent = rows.clone(memory_format=torch.contiguous_format)
+        parts = [
+            sent if rank == state.rank else rows.new_empty((length, *rows.shape[1:]))
+            for rank, length in enumerate(lengths)
+        ]
+        _swap(group, state, "all-gather", [sent] * state.world_size, parts, timeout)
+        return [part.movedim(0, dim) for part in parts]
+    # Parts of different lengths travel padded to the longest one, as bytes.
+    sent = rows.new_zeros((max(lengths), *rows.shape[1:]))
     sent[: rows.shape[0]] = rows
     received = rows.new_empty((state.world_size, *sent.shape))
     if sent.numel():
         flat_in, flat_out = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
         # Renamed in torch 2.13.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        start = partial(gather, flat_out, flat_in, group=group, async_op=True)
-        _collective(state, "all-gather", start, None if x.is_cuda else timeout)
+        _collective(state, "all-gather", lambda: gather(flat_out, flat_in, group=group))
     return [received[rank, :length].movedim(0, dim) for rank, length in enumerate(lengths)]
 
 
@@ -46,28 +58,57 @@ def reduce(
 ) -> Tensor:
     """Part r of all ranks, summed on rank r in the accumulator's dtype and in rank order, whatever the backend."""
     rows = [part.movedim(dim, 0) for part in parts]
-    sent = rows[0].new_zeros((state.world_size, max(lengths), *rows[0].shape[1:]))
-    for rank, part in enumerate(rows):
-        sent[rank, : part.shape[0]] = part
-    received = torch.empty_like(sent)
-    if sent.numel():
-        start = partial(dist.all_to_all_single, received.view(-1), sent.view(-1), group=group, async_op=True)
-        _collective(state, "all-to-all", start, None if sent.is_cuda else timeout)
-    mine = received[:, : lengths[state.rank]].to(accumulator_dtype(sent.dtype))
-    total = mine[0].clone()
-    for rank in range(1, state.world_size):
-        total += mine[rank]
-    return total.to(sent.dtype).movedim(0, dim)
+    own = rows[state.rank]
+    if not own.is_cuda:
+        leaving = [part.contiguous() for part in rows]
+        coming = [leaving[rank] if rank == state.rank else own.new_empty(own.shape) for rank in range(state.world_size)]
+        _swap(group, state, "all-to-all", leaving, coming, timeout)
+    else:
+        sent = own.new_zeros((state.world_size, max(lengths), *own.shape[1:]))
+        for rank, part in enumerate(rows):
+            sent[rank, : part.shape[0]] = part
+        received = torch.empty_like(sent)
+        if sent.numel():
+            flat_in, flat_out = sent.view(-1), received.view(-1)
+            _collective(state, "all-to-all", lambda: dist.all_to_all_single(flat_out, flat_in, group=group))
+        coming = list(received[:, : lengths[state.rank]])
+    total = coming[0].to(accumulator_dtype(own.dtype), copy=True)
+    for part in coming[1:]:
+        total += part
+    return total.to(own.dtype).movedim(0, dim)
 
 
-def _collective(state: GroupState, name: str, start: Callable[[], dist.Work], timeout: float | None) -> None:
+def _swap(
+    group: dist.ProcessGroup,
+    state: GroupState,
+    name: str,
+    leaving: Sequence[Tensor],
+    coming: Sequence[Tensor],
+    timeout: float | None,
+) -> None:
+    """Send the tensor of each other rank, and receive into the tensor of each."""
+
+    def parcels(tensors: Sequence[Tensor]) -> list[Parcel]:
+        others = [(rank, x) for rank, x in enumerate(tensors) if rank != state.rank and x.numel()]
+        return [Parcel(x.view(-1).view(torch.uint8), rank, _TAG, "rows") for rank, x in others]
+
+    state.check_usable()
+    sends, recvs = parcels(leaving), parcels(coming)
+    if not sends and not recvs:
+        return
+    try:
+        P2P(group, timeout).post(sends, recvs, name).wait()
+    except PeerError as error:
+        state.break_off(error)
+        raise
+
+
+def _collective(state: GroupState, name: str, run: Callable[[], object]) -> None:
     state.check_usable()
     try:
-        wait_until(start(), deadline_of(timeout))
+        run()
     except RuntimeError as error:
         state.break_off(error)
-        within, fix = ("", "") if timeout is None else (f" within {limit_text(timeout)}", ", or raise timeout=")
         raise PeerError(
-            f"rank {state.rank}: {name} did not go through{within}; a peer died, or did not come: look for its "
-            f"error{fix}. ({error})"
+            f"rank {state.rank}: {name} did not go through; a peer died, or did not come: look for its error. ({error})"
         ) from error

@@ -37,7 +37,7 @@ from ringcp.written import Extras, Written
 _ring = lru_cache(maxsize=64)(ring)
 
 _GATHER_MEMORY = 1 << 30
-_EXCHANGED_IN_PARTS = 1 << 22
+_MANY_BYTES = 1 << 22
 
 _NO_EXTRAS = Extras()
 
@@ -79,15 +79,16 @@ class Sizes(NamedTuple):
     gather_memory: int | None
 
     def heads_at_a_time(self, kv_heads: int) -> int:
-        """As many as there is memory for, at least one; without a word on memory at most half of them, so that there is
-        something to compute while the others come.
+        """As many as there is memory for, at least one; without a word on memory at most half of them, or a quarter if
+        they are many bytes, so that there is something to compute while the others come.
         """
         fit = (self.gather_memory or _GATHER_MEMORY) // max(1, self.kv_head)
-        return max(1, min(fit, kv_heads if self.gather_memory else -(-kv_heads // 2)))
+        most = kv_heads if self.gather_memory else -(-kv_heads // (2 * self.parts(kv_heads)))
+        return max(1, min(fit, most))
 
     def parts(self, kv_heads: int) -> int:
         """How many an exchange should have: of few bytes, one, since each message has a price of its own."""
-        return 2 if kv_heads * self.kv_head >= _EXCHANGED_IN_PARTS else 1
+        return 2 if kv_heads * self.kv_head >= _MANY_BYTES else 1
 
 
 def sizes_of(k: Tensor, v: Tensor, seq_len: int, gather_memory: int | None) -> Sizes:
