@@ -79,12 +79,11 @@ class Sizes(NamedTuple):
     gather_memory: int | None
 
     def heads_at_a_time(self, kv_heads: int) -> int:
-        """As many as there is memory for, at least one; without a word on memory at most half of them, or a quarter if
-        they are many bytes, so that there is something to compute while the others come.
+        """As many as there is memory for, at least one; without a word on memory at most half of them, so that there is
+        something to compute while the others come.
         """
         fit = (self.gather_memory or _GATHER_MEMORY) // max(1, self.kv_head)
-        most = kv_heads if self.gather_memory else -(-kv_heads // (2 * self.parts(kv_heads)))
-        return max(1, min(fit, most))
+        return max(1, min(fit, kv_heads if self.gather_memory else -(-kv_heads // 2)))
 
     def parts(self, kv_heads: int) -> int:
         """How many an exchange should have: of few bytes, one, since each message has a price of its own."""
