@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks.report import Origin, Quantiles
 from benchmarks.suite import BARE, BOTH, OF_SINGLE, PEAK, SENT, Named
 from benchmarks.summary import Key, Results
+from benchmarks.usage import Span
 
 _COLOURS = {"alone": "#4c72b0", "moving": "#55a868", "wait": "#c44e52", "other": "#d8d8d8"}
 _WORDS = {
@@ -94,8 +95,8 @@ def by_ranks(cases: Iterable[Named], results: Results) -> Figure | None:
 
 
 def timeline(case: str, modes: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """One call, forward and backward, by mode and rank: when it computed, with or without transfers of its own under
-    way, and when it waited for them.
+    """One call, forward and backward, by mode and rank: when it computed, with or without transfers under way, and when
+    it waited for them.
 
     modes: by mode the `benchmarks.harness.Timeline` of each rank, as dicts.
     """
@@ -105,10 +106,14 @@ def timeline(case: str, modes: Mapping[str, Sequence[Mapping[str, Any]]]) -> Fig
         for rank, told in enumerate(ranks):
             axis.barh(rank, 1e3 * told["end"], color=_COLOURS["other"], label=_WORDS["other"])
             axis.plot([1e3 * told["forward"]] * 2, [rank - 0.4, rank + 0.4], color="black", linewidth=1.2)
-            for _, _, start, compute, wait, moving in told["spans"]:
-                kind = "moving" if moving else "alone"
-                axis.barh(rank, 1e3 * compute, left=1e3 * start, color=_COLOURS[kind], label=_WORDS[kind])
-                axis.barh(rank, 1e3 * wait, left=1e3 * (start + compute), color=_COLOURS["wait"], label=_WORDS["wait"])
+            steps = [Span(*span) for span in told["spans"]]
+            under_way = [(step.start, step.done - step.wait) for step in steps if step.moving]
+            for step in steps:
+                computed = step.start, step.start + step.compute
+                _bar(axis, rank, "alone", *computed)
+                for start, end in under_way:
+                    _bar(axis, rank, "moving", max(start, computed[0]), min(end, computed[1]))
+                _bar(axis, rank, "wait", step.done - step.wait, step.done)
         axis.set(ylabel=mode, yticks=range(len(ranks)), yticklabels=[f"rank {rank}" for rank in range(len(ranks))])
         axis.invert_yaxis()
     axes[0].set_title(case)
@@ -118,6 +123,11 @@ def timeline(case: str, modes: Mapping[str, Sequence[Mapping[str, Any]]]) -> Fig
     }  # once each
     figure.legend(known.values(), known.keys(), loc="outside upper center", ncols=len(known), frameon=False)
     return figure
+
+
+def _bar(axis: Axes, rank: int, kind: str, start: float, end: float) -> None:
+    if start < end:
+        axis.barh(rank, 1e3 * (end - start), left=1e3 * start, color=_COLOURS[kind], label=_WORDS[kind])
 
 
 def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:

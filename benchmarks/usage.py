@@ -100,19 +100,22 @@ def _peak(call: Callable[[], Any], device: str) -> float:
 
 
 class Span(NamedTuple):
-    """A step of a call on one rank, in seconds from the start of the call; `moving`: its transfers had been posted."""
+    """A step of a call on one rank, in seconds from the start of the call; the wait ends at `done`. moving: it has
+    transfers, under way from its start on.
+    """
 
     direction: str
     source: int | None
     start: float
     compute: float
     wait: float
+    done: float
     moving: bool
 
 
 def spans(recorder: Recorder) -> list[Span]:
     """A recording's steps, for a picture."""
     return [
-        Span(s.direction, s.source, s.start_s, s.compute_s, s.wait_s, bool(s.bytes_sent or s.bytes_received))
+        Span(s.direction, s.source, s.start_s, s.compute_s, s.wait_s, s.done_s, bool(s.bytes_sent or s.bytes_received))
         for s in recorder.steps
     ]

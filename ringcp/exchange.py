@@ -197,7 +197,6 @@ def _to_heads(part: Part, direction: str, step: int, fields: Sequence[_Field]) -
         for field, packed in zip(fields, box.parts, strict=True):
             packed.copy_(_heads(field.x, field.heads(exchange, place)))
     coming = {place: _box(exchange, fields, heads_of=me, rows_of=place) for place in exchange.others}
-    arrived = _swap(part, fields[0].x.device, direction, step, leaving, coming)
     whole = []
     for field in fields:
         num_rows = sum(field.num_rows(exchange, place) for place in range(len(exchange.shares)))
@@ -208,13 +207,17 @@ def _to_heads(part: Part, direction: str, step: int, fields: Sequence[_Field]) -
             for placed in field.rows(exchange, place):
                 x[:, :, placed.block_rows].copy_(packed[:, :, placed.local_rows])
 
+    def put_own() -> None:
+        put(me, [_heads(field.x, field.heads(exchange, me)) for field in fields])
+
+    arrived = _swap(part, fields[0].x.device, direction, step, leaving, coming, put_own)
+
     def arrival() -> Generator[Pending, None, list[Tensor]]:
         yield from arrived()
         for place, box in coming.items():
             put(place, box.parts)
         return whole
 
-    put(me, [_heads(field.x, field.heads(exchange, me)) for field in fields])
     return arrival
 
 
@@ -232,7 +235,6 @@ def _to_rows(part: Part, direction: str, step: int, fields: Sequence[_Field], lo
         for field, packed in zip(fields, box.parts, strict=True):
             take(packed, field, place)
     coming = {place: _box(exchange, fields, heads_of=place, rows_of=me) for place in exchange.others}
-    arrived = _swap(part, fields[0].x.device, direction, step, leaving, coming)
     # Nothing is added to what one rank alone computes: its own part goes where it belongs.
     summed = [field.of == "kv" and exchange.sums for field in fields]
     own = [
@@ -241,8 +243,12 @@ def _to_rows(part: Part, direction: str, step: int, fields: Sequence[_Field], lo
         else _heads(x, field.heads(exchange, me))
         for x, field, adds in zip(local, fields, summed, strict=True)
     ]
-    for packed, field in zip(own, fields, strict=True):
-        take(packed, field, me)
+
+    def take_own() -> None:
+        for packed, field in zip(own, fields, strict=True):
+            take(packed, field, me)
+
+    arrived = _swap(part, fields[0].x.device, direction, step, leaving, coming, take_own)
 
     def arrival() -> Generator[Pending, None, list[Tensor]]:
         yield from arrived()
@@ -270,8 +276,9 @@ def _swap(
     step: int,
     leaving: Mapping[int, _Box],
     coming: Mapping[int, _Box],
+    meanwhile: Callable[[], None],
 ) -> Callable[[], Generator[Pending, None, None]]:
-    """Start to send and receive all boxes; what it returns waits for them."""
+    """Start to send and receive all boxes, and do something meanwhile; what it returns waits for them."""
     job, exchange = part.job, part.exchange
 
     def parcels(boxes: Mapping[int, _Box]) -> list[Parcel]:
@@ -283,6 +290,8 @@ def _swap(
     where = f"call {job.call}, {direction} exchange {step}"
     pending = exchange.transport.post(sends, recvs, where) if sends or recvs else None
     log.step(step, exchange.place, 0, num_bytes(sends), num_bytes(recvs))
+    meanwhile()
+    log.mark()
 
     def arrived() -> Generator[Pending, None, None]:
         log.mark()

@@ -43,14 +43,19 @@ class StepRecord:
         return _seconds(self._origin, self._marks[0])
 
     @property
+    def done_s(self) -> float:
+        """When its transfers were done, likewise."""
+        return _seconds(self._origin, self._marks[-1])
+
+    @property
     def compute_s(self) -> float:
         """Time from posting the step's transfers to the end of its calls and merges."""
         return self._between(0)
 
     @property
     def wait_s(self) -> float:
-        """Time from there until the transfers were done."""
-        return self._between(1)
+        """Time in the wait for the transfers, which begins there; in an exchange of heads, when their turn has come."""
+        return self._between(len(self._marks) - 2) if len(self._marks) > 2 else 0.0
 
 
 def _mark(on_cuda: bool) -> Any:

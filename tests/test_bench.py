@@ -142,7 +142,7 @@ def test_the_pictures_show_what_the_csv_has(tmp_path):
     assert pictures.speed_by_length([NAMED], {}) is None
     assert pictures.by_ranks([NAMED], {}) is None
 
-    span = usage.Span("forward", 0, 0.001, 0.002, 0.003, True)
+    span = usage.Span("forward", 0, 0.001, 0.002, 0.003, 0.006, True)
     told = {"case": NAMED.title, "commit": "abc", "device": "a cpu"}
     steps = {**told, "modes": {"ring": [{"spans": [span], "forward": 0.006, "end": 0.007}] * 2}}
     (tmp_path / "x-steps-a case.json").write_text(json.dumps(steps))
@@ -150,9 +150,23 @@ def test_the_pictures_show_what_the_csv_has(tmp_path):
     assert [file.name for file in drawn] == ["x-speed.png", "x-ranks.png", "x-steps-a case.png"]
     assert all(file.stat().st_size > 5000 for file in drawn)
     (axis,) = pictures.timeline(NAMED.title, steps["modes"]).axes
-    bars = axis.patches[:3]  # of rank 0: all of it, computing, waiting
-    assert [bar.get_x() for bar in bars] == pytest.approx([0, 1, 3])
-    assert [bar.get_width() for bar in bars] == pytest.approx([7, 2, 3])
+    bars = axis.patches[:4]  # of rank 0: all of it, computing, the part of that with transfers, waiting
+    assert [bar.get_x() for bar in bars] == pytest.approx([0, 1, 1, 3])
+    assert [bar.get_width() for bar in bars] == pytest.approx([7, 2, 2, 3])
+
+
+def test_transfers_of_one_step_are_under_way_while_another_computes():
+    exchange = usage.Span("forward exchange", 0, 0.001, 0.001, 0.002, 0.007, True)
+    step = usage.Span("forward", 0, 0.002, 0.004, 0.0, 0.006, False)
+    (axis,) = pictures.timeline(
+        "a case", {"ulysses": [{"spans": [exchange, step], "forward": 0.007, "end": 0.007}]}
+    ).axes
+    own, of_exchange, waited, alone, meanwhile = axis.patches[1:6]
+    assert [bar.get_x() for bar in (own, of_exchange, waited)] == pytest.approx([1, 1, 5])
+    assert [(bar.get_x(), bar.get_width()) for bar in (alone, meanwhile)] == [
+        pytest.approx((2, 4)),
+        pytest.approx((2, 3)),
+    ]
 
 
 class Told:
