@@ -33,7 +33,7 @@ def peak_memory(device: str) -> Iterator[Peak]:
         yield peak
         peak.num_bytes = torch.cuda.max_memory_allocated() - before
         return
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield peak
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

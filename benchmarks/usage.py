@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ringcp
+from benchmarks.peak_memory import peak_memory
 from ringcp.record import Recorder
 
 
@@ -78,25 +78,9 @@ def _size(x: Any) -> int:
 def usage_of(call: Callable[[], Any], device: str) -> Usage:
     """Runs a call once, and counts: bytes by `ringcp.record()`, or, where it records none, by `Wire`."""
     gc.collect()  # what is freed in the call should be the call's
-    with ringcp.record() as recorder, Wire() as wire:
-        peak = _peak(call, device)
-    return Usage(recorder.bytes_sent or wire.sent, peak)
-
-
-def _peak(call: Callable[[], Any], device: str) -> float:
-    if device == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    with ringcp.record() as recorder, Wire() as wire, peak_memory(device) as peak:
         call()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        call()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+    return Usage(recorder.bytes_sent or wire.sent, peak.num_bytes)
 
 
 class Span(NamedTuple):

@@ -13,6 +13,7 @@ from benchmarks.gpu.bench import Bench, Found
 from benchmarks.gpu.exactness import refusals
 from benchmarks.gpu.one_rank import Attention, OneCall, OneRank, Shape
 from benchmarks.memory import Layer
+from benchmarks.peak_memory import peak_memory
 from ringcp.kernels.registry import KERNELS
 
 # A peak may be this much above the formula and what one call of the kernel takes.
@@ -63,16 +64,8 @@ def _allocated(bench: Bench, function: Callable[[], Any]) -> int:
     gc.collect()
     if bench.on_cuda:
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    with peak_memory(bench.device.type) as peak:
         function()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    alive = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            peak = max(peak, alive)
-    return peak
+        if bench.on_cuda:
+            torch.cuda.synchronize()
+    return peak.num_bytes
