@@ -32,6 +32,7 @@ def attention(
     mode: str = "auto",
     ulysses_degree: int | None = None,
     gather_memory: int | None = None,
+    save: str = "auto",
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -75,6 +76,11 @@ def attention(
             divisor of the ranks. A 2-D mesh says it itself.
         gather_memory: with "gather", the bytes that the keys and values in hand may take on a rank, and as many are
             under way; at least one head is gathered at a time. None: half of the heads at a time, at most 1 GiB.
+        save: what "ulysses" and "usp" save for backward. "exchanged": queries, keys, values and results as each rank
+            has them for its heads, so that backward exchanges gradients alone, a third fewer bytes in all; the local
+            result, which the next layer mostly saves too, comes on top. "local": the local rows, which backward
+            exchanges once more; for selective checkpointing that saves the results of attention, which would save the
+            exchanged ones as well. "auto" is "exchanged", but in compiled code "local" unless `mode` names one of them.
         scale: factor on the scores; None is ``D ** -0.5``.
         softcap: a positive C: scaled scores become ``C * tanh(score / C)`` before they are masked (Gemma 2); None is no
             cap. Few kernels can: on a CPU "reference", which "auto" then takes without a word, with memory for the
@@ -127,6 +133,7 @@ def attention(
         mode=mode,
         ulysses_degree=degree_in(mesh, ulysses_degree),
         gather_memory=gather_memory,
+        save=save,
         scale=scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,

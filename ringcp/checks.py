@@ -17,6 +17,7 @@ from ringcp.mask_mods import block_mask_type
 from ringcp.modes import MODES
 
 AGREE = ("call", "context")
+SAVE = ("auto", "exchanged", "local")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, cross: bool) -> None:
@@ -110,6 +111,11 @@ def check_mode(mode: str, degree: int | None, world_size: int) -> None:
             f"mode: expected 'usp', 'gather' or 'auto' with {given}, got 'ulysses', which exchanges among all ranks; "
             "pass mode='usp', or a 1-D mesh such as mesh['sp']"
         )
+
+
+def check_save(save: str) -> None:
+    """Raises UnsupportedError for anything but "auto", "exchanged" and "local"."""
+    _check_word("save", save, SAVE)
 
 
 def check_agree(agree: str) -> None:

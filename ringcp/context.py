@@ -18,7 +18,7 @@ from ringcp.active import Session, active_session, is_active, sessions
 from ringcp.agreement import slopes_text
 from ringcp.ambient import layout_around
 from ringcp.balance import choose_layout
-from ringcp.checks import check_agree, check_layout, check_mode, shown
+from ringcp.checks import check_agree, check_layout, check_mode, check_save, shown
 from ringcp.errors import ArgumentError, LayoutError, RingcpError, UnsupportedError
 from ringcp.groups import GroupState, group_of, state_of
 from ringcp.inplace import Buffer, sharded_in_place
@@ -48,6 +48,7 @@ def context_parallel(
     kernel: str = "auto",
     ulysses_degree: int | None = None,
     gather_memory: int | None = None,
+    save: str = "auto",
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     agree: str | None = None,
@@ -79,7 +80,8 @@ def context_parallel(
             use `ringcp.shard`. With a `Joint` layout, as long as it (replicated tokens first) or as its `rest`.
         buffer_seq_dims: the sequence dim of each buffer; negative ones count from the end.
         no_restore_buffers: those of `buffers` that remain shards after the body.
-        mode, ulysses_degree, gather_memory: as in `ringcp.attention`; "auto" is first what `set_rotate_method` says.
+        mode, ulysses_degree, gather_memory, save: as in `ringcp.attention`; the mode "auto" is first what
+            `set_rotate_method` says.
         layout: which rank owns which tokens: a `Layout` or a name. "auto" is what `make_layout` makes of `mask` if
             there are a mask and buffers to say how long the sequence is, otherwise head-tail.
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
@@ -118,6 +120,7 @@ def context_parallel(
             mode=_mode_of_rotation(degree) if mode == "auto" else mode,
             ulysses_degree=degree,
             gather_memory=gather_memory,
+            save=save,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             kernel=kernel,
@@ -137,7 +140,7 @@ def context_parallel(
         words = "; ".join(
             [
                 f"call=context_parallel; layout={layout!r}; mask={mask}; mode={options.mode}; ulysses_degree={degree}; "
-                f"gather_memory={gather_memory}; softcap={softcap}; "
+                f"gather_memory={gather_memory}; save={save}; softcap={softcap}; "
                 f"alibi_slopes={slopes_text(alibi_slopes)}; kernel={kernel}; agree={options.agree}",
                 f"number of buffers={len(given)}",
                 *(f"{each.name}={each}" for each in given),
@@ -291,6 +294,7 @@ def check_options(options: Options, world_size: int) -> None:
     check_mode(options.mode, options.ulysses_degree, world_size)
     check_kernel_name(options.kernel)
     check_agree(options.agree)
+    check_save(options.save)
 
 
 def _checked_buffers(buffers: object, dims: object, no_restore: object) -> list[_Given]:

@@ -3,8 +3,8 @@
 Each rank brings its rows of all heads and leaves with all rows of its ring rank for its share of the heads; what it
 computes for them goes back the same way. Query heads are shared out as evenly as they go, and a KV head goes to every
 rank that has query heads of it: the gradients of one that went to several are summed where its rows came from, in the
-order of the ranks and in the accumulator's dtype. Backward exchanges the inputs once more, since only local rows are
-saved: so it is right wherever activations are recomputed, offloaded or saved by a policy.
+order of the ranks and in the accumulator's dtype. What forward has exchanged may be kept for backward, which exchanges
+gradients alone then, and otherwise the local rows once more.
 
 A rank's heads may go in several parts, each with a KV head or more of every rank. Then one part is computed while the
 next one comes and the one before goes home.
@@ -14,60 +14,21 @@ Tensors are (B, H, rows, D), or (B, H, rows) as the lse. What one rank sends to 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringcp import executor
+from ringcp import boxes, executor
 from ringcp.band import Range
-from ringcp.executor import Job, num_bytes, tag_of, waited
+from ringcp.executor import num_bytes, tag_of, waited
 from ringcp.grouped import Placed
 from ringcp.merge import accumulator_dtype
-from ringcp.modes import Share
+from ringcp.parts import Exchange, Kept, Part, length_of, num_rows_of
 from ringcp.record import CallLog
 from ringcp.schedule import Heads
-from ringcp.transport import Parcel, Pending, Transport
-
-
-class Placements(NamedTuple):
-    """By place, where each rank's rows lie in those of the ring rank: of queries, and of keys and values."""
-
-    q: tuple[tuple[Placed, ...], ...]
-    kv: tuple[tuple[Placed, ...], ...]
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One rank's part in an exchange.
-
-    place: of this rank.
-    shares: by place, each rank's share of the heads.
-    rows: where each rank's rows lie.
-    transport: whose peers are places.
-    sums: whether gradients of a KV head come from several ranks, in this part of the call or another.
-    """
-
-    place: int
-    shares: tuple[Share, ...]
-    rows: Placements
-    transport: Transport
-    sums: bool
-
-    @property
-    def others(self) -> list[int]:
-        return [place for place in range(len(self.shares)) if place != self.place]
-
-
-class Part(NamedTuple):
-    """Some of a rank's heads: how they are exchanged, and what is run on them."""
-
-    job: Job
-    exchange: Exchange
-    first: bool
+from ringcp.transport import Parcel, Pending
 
 
 class _Field(NamedTuple):
@@ -91,8 +52,7 @@ class _Field(NamedTuple):
         return (exchange.rows.q if self.of == "q" else exchange.rows.kv)[place]
 
     def num_rows(self, exchange: Exchange, place: int) -> int:
-        rows = self.rows(exchange, place)
-        return rows[-1].rows[1] if rows else 0
+        return num_rows_of(self.rows(exchange, place))
 
     def shape(self, heads: int, num_rows: int) -> tuple[int, ...]:
         """In memory."""
@@ -107,19 +67,29 @@ class _Field(NamedTuple):
         return self.view(self.x.new_empty(self.shape(heads, num_rows), dtype=self.dtype))
 
 
-def forward(parts: Sequence[Part], q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
-    """`executor.forward` on the ring rank's rows of this rank's heads; out and lse of the local rows of all heads."""
+def forward(
+    parts: Sequence[Part], q: Tensor, k: Tensor, v: Tensor, kept: Sequence[Kept] | None = None
+) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
+    """`executor.forward` on the ring rank's rows of this rank's heads; out and lse of the local rows of all heads.
+
+    kept: where to leave what backward needs, for each part.
+    """
     fields = _Field(q, "q", q.dtype), _Field(k, "kv", k.dtype), _Field(v, "kv", v.dtype)
 
-    def compute(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
-        if q.shape[1]:
-            return (yield from executor.forward(job, q, k, v))
-        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])  # more ranks than heads
+    def compute(i: int, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
+        if not q.shape[1]:
+            return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])  # more ranks than heads
+        out, lse = yield from executor.forward(parts[i].job, q, k, v)
+        if kept is not None:
+            kept[i].out.copy_(out)
+            kept[i].lse.copy_(lse)
+        return out, lse
 
     def results(out: Tensor, lse: Tensor) -> tuple[_Field, ...]:
         return _Field(out, "q", q.dtype, True), _Field(lse, "q", accumulator_dtype(q.dtype), True)
 
-    out, lse = yield from _around(parts, "forward", fields, compute, results, Heads(q.shape[1], k.shape[1]))
+    into = None if kept is None else [part[:3] for part in kept]
+    out, lse = yield from _around(parts, "forward", fields, compute, results, Heads(q.shape[1], k.shape[1]), into)
     return out, lse
 
 
@@ -130,21 +100,29 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    kept: Sequence[Kept] | None = None,
 ) -> Generator[Pending, None, tuple[Tensor, Tensor, Tensor]]:
-    """`executor.backward` on the ring rank's rows of this rank's heads; dq, dk, dv of the local rows of all heads."""
-    with_lse = [lse] if dlse is None else [lse, dlse]
-    fields = [_Field(x, "q", x.dtype) for x in (dout, q, out, *with_lse)]
-    fields += [_Field(x, "kv", x.dtype) for x in (k, v)]
+    """`executor.backward` on the ring rank's rows of this rank's heads; dq, dk, dv of the local rows of all heads.
+
+    kept: what forward left of each part. Then q, k and v say shapes and dtypes alone, and out and lse may be None.
+    """
+    grads = [_Field(x, "q", x.dtype) for x in (dout, dlse) if x is not None]
+    fields = [*grads]
+    if kept is None:
+        fields += [_Field(x, "q", x.dtype) for x in (q, out, lse) if x is not None]
+        fields += [_Field(x, "kv", x.dtype) for x in (k, v)]
     wide = accumulator_dtype(k.dtype) if parts[0].exchange.sums else k.dtype
 
-    def compute(
-        job: Job, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, *more: Tensor
-    ) -> Generator[Pending, None, tuple[Tensor, ...]]:
-        *dlses, k, v = more
+    def compute(i: int, dout: Tensor, *more: Tensor) -> Generator[Pending, None, tuple[Tensor, ...]]:
+        dlse, more = (more[0], more[1:]) if len(grads) == 2 else (None, more)
+        if kept is None:
+            q, out, lse, k, v = more
+        else:
+            q, k, v, out, lse = kept[i]
         if q.shape[1]:
-            return (yield from executor.backward(job, dout, dlses[0] if dlses else None, q, k, v, out, lse))
+            return (yield from executor.backward(parts[i].job, dout, dlse, q, k, v, out, lse))
         return q, k, v
 
     def results(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[_Field, ...]:
@@ -161,16 +139,24 @@ def _around(
     compute: Callable[..., Generator[Pending, None, tuple[Tensor, ...]]],
     results: Callable[..., tuple[_Field, ...]],
     num_heads: Heads,
+    into: Sequence[Sequence[Tensor]] | None = None,
 ) -> Generator[Pending, None, list[Tensor]]:
-    """Exchange, compute, exchange back, part by part; meanwhile the next one comes, and the one before goes home."""
+    """Exchange, compute, exchange back, part by part; meanwhile the next one comes, and the one before goes home.
+
+    into: for each part, where to put together what comes; None for new memory.
+    """
+
+    def start(i: int) -> _Arrival:
+        return _to_heads(parts[i], direction, 2 * i, fields, None if into is None else into[i])
+
     local: list[Tensor] = []
-    coming: _Arrival | None = _to_heads(parts[0], direction, 0, fields)
+    coming: _Arrival | None = start(0)
     going: _Arrival | None = None
     for i, part in enumerate(parts):
         assert coming is not None, "posted while the part before was computed"
         whole = yield from coming()
-        coming = _to_heads(parts[i + 1], direction, 2 * i + 2, fields) if i + 1 < len(parts) else None
-        computed = results(*(yield from compute(part.job, *whole)))
+        coming = start(i + 1) if i + 1 < len(parts) else None
+        computed = results(*(yield from compute(i, *whole)))
         del whole
         if not local:
             me = part.exchange.place
@@ -188,7 +174,9 @@ def _around(
 _Arrival = Callable[[], Generator[Pending, None, list[Tensor]]]
 
 
-def _to_heads(part: Part, direction: str, step: int, fields: Sequence[_Field]) -> _Arrival:
+def _to_heads(
+    part: Part, direction: str, step: int, fields: Sequence[_Field], into: Sequence[Tensor] | None
+) -> _Arrival:
     """All rows of the ring rank for this rank's heads, from the local rows of all heads."""
     exchange = part.exchange
     me = exchange.place
@@ -197,10 +185,7 @@ def _to_heads(part: Part, direction: str, step: int, fields: Sequence[_Field]) -
         for field, packed in zip(fields, box.parts, strict=True):
             packed.copy_(_heads(field.x, field.heads(exchange, place)))
     coming = {place: _box(exchange, fields, heads_of=me, rows_of=place) for place in exchange.others}
-    whole = []
-    for field in fields:
-        num_rows = sum(field.num_rows(exchange, place) for place in range(len(exchange.shares)))
-        whole.append(field.empty(_length(field.heads(exchange, me)), num_rows))
+    whole = [*into] if into is not None else [_whole(exchange, field) for field in fields]
 
     def put(place: int, boxed: Sequence[Tensor]) -> None:
         for x, field, packed in zip(whole, fields, boxed, strict=True):
@@ -238,7 +223,7 @@ def _to_rows(part: Part, direction: str, step: int, fields: Sequence[_Field], lo
     # Nothing is added to what one rank alone computes: its own part goes where it belongs.
     summed = [field.of == "kv" and exchange.sums for field in fields]
     own = [
-        field.empty(_length(field.heads(exchange, me)), field.num_rows(exchange, me))
+        field.empty(length_of(field.heads(exchange, me)), field.num_rows(exchange, me))
         if adds
         else _heads(x, field.heads(exchange, me))
         for x, field, adds in zip(local, fields, summed, strict=True)
@@ -301,6 +286,12 @@ def _swap(
     return arrived
 
 
+def _whole(exchange: Exchange, field: _Field) -> Tensor:
+    """Empty, for all rows of the ring rank and this rank's heads."""
+    num_rows = sum(field.num_rows(exchange, place) for place in range(len(exchange.shares)))
+    return field.empty(length_of(field.heads(exchange, exchange.place)), num_rows)
+
+
 class _Box(NamedTuple):
     """What one rank sends to another: a message, and the parts of it that the fields are."""
 
@@ -310,19 +301,11 @@ class _Box(NamedTuple):
 
 def _box(exchange: Exchange, fields: Sequence[_Field], heads_of: int, rows_of: int) -> _Box:
     """An empty one for the heads that one rank computes and the rows that another has."""
-    shapes = [f.shape(_length(f.heads(exchange, heads_of)), f.num_rows(exchange, rows_of)) for f in fields]
-    sizes = [math.prod(shape) * f.dtype.itemsize for f, shape in zip(fields, shapes, strict=True)]
-    buffer = fields[0].x.new_empty(sum(sizes), dtype=torch.uint8)
-    parts, at = {}, 0
-    for i in sorted(range(len(fields)), key=lambda i: -fields[i].dtype.itemsize):  # the widest first: all are aligned
-        parts[i] = buffer[at : at + sizes[i]].view(fields[i].dtype).view(shapes[i])
-        at += sizes[i]
-    return _Box(buffer, [field.view(parts[i]) for i, field in enumerate(fields)])
+    specs = [(f.shape(length_of(f.heads(exchange, heads_of)), f.num_rows(exchange, rows_of)), f.dtype) for f in fields]
+    buffer = fields[0].x.new_empty(boxes.num_bytes(specs), dtype=torch.uint8)
+    views = boxes.views(buffer, specs)
+    return _Box(buffer, [field.view(x) for field, x in zip(fields, views, strict=True)])
 
 
 def _heads(x: Tensor, heads: Range) -> Tensor:
     return x[:, heads[0] : heads[1]]
-
-
-def _length(x: Range) -> int:
-    return x[1] - x[0]

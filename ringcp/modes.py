@@ -142,11 +142,13 @@ def rows_bytes(rows: Sequence[Rows], weight: Weight) -> tuple[Traffic, ...]:
     )
 
 
-def exchange_bytes(lengths: Sequence[int], degree: int, weight: Weight) -> tuple[Traffic, ...]:
+def exchange_bytes(
+    lengths: Sequence[int], degree: int, weight: Weight, save: Literal["exchanged", "local"] = "exchanged"
+) -> tuple[Traffic, ...]:
     """What each rank sends in the exchanges of heads against tokens, groups of `degree` ranks each.
 
-    Forward: q, k, v there, out and lse back. Backward: q, k, v, out, dout and lse there; dq, dk and dv back, the latter
-    two as sums where the shares replicate a key head.
+    Forward: q, k, v there, out and lse back. Backward: dout there, and if local rows are saved also q, k, v, out and
+    lse; dq, dk and dv back, the latter two as sums where the shares replicate a key head.
 
     lengths: tokens of each rank, of the whole group.
     """
@@ -162,13 +164,21 @@ def exchange_bytes(lengths: Sequence[int], degree: int, weight: Weight) -> tuple
         q_back, kv_back = _num(own.q), _num(own.kv)
         forward = length * (q_there * d + kv_there * (d + v)) * e
         forward += others * q_back * (v * e + wide)
-        backward = length * (q_there * ((d + 2 * v) * e + wide) + kv_there * (d + v) * e)
+        backward = length * q_there * v * e
+        if save == "local":
+            backward += length * (q_there * ((d + v) * e + wide) + kv_there * (d + v) * e)
         backward += others * (q_back * d * e + kv_back * (d + v) * grad)
         result.append(Traffic(weight.batch * forward, weight.batch * backward))
     return tuple(result)
 
 
-def usp_bytes(lengths: Sequence[int], degree: int, rows: Sequence[Rows], weight: Weight) -> tuple[Traffic, ...]:
+def usp_bytes(
+    lengths: Sequence[int],
+    degree: int,
+    rows: Sequence[Rows],
+    weight: Weight,
+    save: Literal["exchanged", "local"] = "exchanged",
+) -> tuple[Traffic, ...]:
     """What each rank sends in the exchanges, and in the ring with its share of the key heads.
 
     rows: those of the ring, for each of its ranks; `whole_blocks` for full and causal attention.
@@ -176,7 +186,7 @@ def usp_bytes(lengths: Sequence[int], degree: int, rows: Sequence[Rows], weight:
     shares = head_shares(weight.q_heads, weight.kv_heads, degree)
     one_head = rows_bytes(rows, Weight(1, 1, weight.head_dim, weight.itemsize, weight.batch, weight.v_head_dim))
     result = []
-    for rank, exchanged in enumerate(exchange_bytes(lengths, degree, weight)):
+    for rank, exchanged in enumerate(exchange_bytes(lengths, degree, weight, save)):
         ring, num = one_head[rank // degree], _num(shares[rank % degree].kv)
         result.append(exchanged + Traffic(num * ring.forward, num * ring.backward))
     return tuple(result)

@@ -64,8 +64,8 @@ class ContextParallel(ParallelStyle):
     that it divides evenly, or replicated; the output is one too.
 
     Args:
-        mode, ulysses_degree, gather_memory, layout, kv_layout, softcap, alibi_slopes, sinks, kernel, agree, timeout:
-            as in `ringcp.attention`. Of heads that are sharded, slopes and sinks are those of this rank.
+        mode, ulysses_degree, gather_memory, save, layout, kv_layout, softcap, alibi_slopes, sinks, kernel, agree,
+            timeout: as in `ringcp.attention`. Of heads that are sharded, slopes and sinks are those of this rank.
         mask: which positions attend to which; a causal forward, or ``is_causal=True``, is intersected with it.
         probe: whether the forward is tried. False says that it is `F.scaled_dot_product_attention` of its q, k, v and
             those of its keywords that it has, with grouped heads if `enable_gqa` is none of them.
@@ -85,6 +85,7 @@ class ContextParallel(ParallelStyle):
         kernel: str = "auto",
         ulysses_degree: int | None = None,
         gather_memory: int | None = None,
+        save: str = "auto",
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
@@ -99,6 +100,7 @@ class ContextParallel(ParallelStyle):
             mode=mode,
             ulysses_degree=ulysses_degree,
             gather_memory=gather_memory,
+            save=save,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,

@@ -24,7 +24,7 @@ def call_op(
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     sinks, kv_layout = options.sinks, options.kv_layout
     dropout_seed = draw_seed() if options.dropout_p > 0 else None
-    out, lse, _ = attention_op(
+    out, lse, *_ = attention_op(
         q,
         k,
         v,
@@ -46,10 +46,19 @@ def call_op(
         seconds_of(options.timeout),
         needs_grad,
         needs_grad and needs_lse,
+        _saved(options),
         f"sinks={None if sinks is None else sinks.dtype}",
         refused,
     )
     return out, lse
+
+
+def _saved(options: Options) -> str:
+    """What "auto" saves. In compiled code, which is traced before the mode is known, both ways would be saved."""
+    if options.save != "auto":
+        return options.save
+    unknown = torch.compiler.is_compiling() and options.mode not in ("ulysses", "usp")
+    return "local" if unknown else "exchanged"
 
 
 def _spec(layout: Layout | str) -> Tensor:

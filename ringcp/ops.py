@@ -24,6 +24,7 @@ from ringcp.checks import (
     check_lengths,
     check_mask,
     check_mode,
+    check_save,
     check_tensors,
     default_scale,
     known_length,
@@ -45,7 +46,7 @@ from ringcp.transport import P2P, warm_up
 from ringcp.written import Extras
 
 # Inductor's cache on disk does not see what a fake returns: other outputs need another name of the op.
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 _log = logging.getLogger(__name__)
 
@@ -73,11 +74,13 @@ def attention_op(
     timeout: float | None,
     needs_grad: bool,
     needs_lse_grad: bool,
+    save: str,
     also: str,
     refused: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and int64 (8,), what backward has to know: lengths of queries and keys, call, kernel, fingerprint, mode
-    and degree, and the seed of dropout, which is the one that rank 0 drew.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out; lse; int64 (9,), what backward has to know: lengths of queries and keys, call, kernel, fingerprint, mode
+    and degree, the seed of dropout, which is the one that rank 0 drew, and whether anything is kept; and uint8
+    (bytes,), what an exchange keeps.
     """
     group, state = members(group_name)
     with state.turn:
@@ -95,6 +98,7 @@ def attention_op(
             check_group(q, group)
             check_mode(mode, ulysses_degree, state.world_size)
             check_agree(agree_when)
+            check_save(save)
             code, given_len, given_world, *_ = layout_spec.tolist()
             check_context_layout(code, given_len, None if group is None else layout_around(group.group_name))
             known_len = known_length(given_len, given_world, seq_len, state.world_size)
@@ -121,7 +125,8 @@ def attention_op(
             f"mask={mask}; mode={mode}; ulysses_degree={ulysses_degree}; gather_memory={gather_memory}; "
             f"ranks a node={state.ranks_per_node}; kernel={chosen.name}; scale={scale}; softcap={softcap}; "
             f"alibi_slopes={slopes_text(alibi_slopes)}; dropout_p={dropout_p}; seq_len={seq_len}; agree={agree_when}; "
-            f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; {also}; "
+            f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; "
+            f"save={save}; {also}; "
             f"plan={PLAN_VERSION}"
         )  # fmt: skip
         own_seed = 0 if dropout_seed is None else int(dropout_seed)
@@ -149,37 +154,46 @@ def attention_op(
         lens = layout.seq_len, (kv_layout or layout).seq_len
         code = MODES.index(used.mode)
         seed = told[0].seed
-        facts = host_int64([*lens, call, kernel_index(chosen.name), fingerprint, code, used.ulysses_degree, seed])
+        degree = used.ulysses_degree
+        kernel_code, keeps = kernel_index(chosen.name), _may_keep(needs_grad, save) and degree > 1
+        facts = host_int64([*lens, call, kernel_code, fingerprint, code, degree, seed, keeps])
         if 0 in (q.shape[0], q.shape[1]):
-            return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), facts
+            return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), facts, _bytes_like(q, 0)
         with running(state, group, q):
             transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
             sizes = sizes_of(k, v, lens[1], gather_memory)
             tail = transport, sizes, call, fingerprint, softcap, _extras(alibi_slopes, dropout_p, seed, q)
             run = make_run(used, layout, kv_layout, mask, heads, state.rank, chosen, factor, *tail)
-            out, lse = drive(run.forward(q, k, v))
-        return _stored(out, q.dtype), lse.contiguous(), facts
+            out, lse, kept = drive(run.forward(q, k, v, keeps))
+        kept = _bytes_like(q, 0) if kept is None else kept
+        return _stored(out, q.dtype), lse.contiguous(), facts, kept
 
 
 @attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q, v.shape[-1]), _lse_like(q), torch.empty(8, dtype=torch.int64, device="cpu")
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size() if _may_keep(rest[16], rest[18]) else 0
+    facts = torch.empty(9, dtype=torch.int64, device="cpu")
+    return _like(q, v.shape[-1]), _lse_like(q), facts, _bytes_like(q, size)
 
 
 @torch.library.custom_op("ringcp::attention_backward", mutates_args=())
 def attention_backward_op(
     dout: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    kept: Tensor,
     layout_spec: Tensor,
     kv_layout_spec: Tensor | None,
     mask_spec: Tensor,
     alibi_slopes: Tensor | None,
     facts: Tensor,
+    kv_heads: int,
+    kv_rows: int,
+    head_dim: int,
     group_name: str,
     gather_memory: int | None,
     scale: float | None,
@@ -187,10 +201,11 @@ def attention_backward_op(
     dropout_p: float,
     timeout: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of the local rows."""
+    """dq, dk, dv of the local rows. q, k, v, out and lse may be None if what an exchange brought is kept."""
+    q, k, v = _inputs(dout, q, k, v, kv_heads, kv_rows, head_dim)
     group, state = members(group_name)
     state.check_usable()
-    seq_len, kv_len, call, index, fingerprint, mode, degree, seed = facts.tolist()
+    seq_len, kv_len, call, index, fingerprint, mode, degree, seed, keeps = facts.tolist()
     if 0 in (q.shape[0], q.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     kernel = kernel_at(index)
@@ -203,31 +218,63 @@ def attention_backward_op(
     tail = transport, sizes_of(k, v, kv_len, gather_memory), call, fingerprint, softcap, extras
     run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, *tail)
     with running(state, group, q):
-        grads = drive(run.backward(dout, dlse, q, k, v, out, lse))
+        grads = drive(run.backward(dout, dlse, q, k, v, out, lse, kept if keeps else None))
     return tuple(_stored(grad, x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
 
 
 @attention_backward_op.register_fake
-def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    dout: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = _inputs(dout, q, k, v, *rest[8:11])
     return _like(q), _like(k), _like(v)
+
+
+def _may_keep(needs_grad: bool, save: str) -> bool:
+    return needs_grad and save == "exchanged"
+
+
+def _surely_exchanges(facts: Tensor, group_name: str, mode: str, degree: int | None) -> bool:
+    """Whether a call exchanges heads, as far as is known when autograd saves: while it is traced, nothing has run."""
+    if type(facts) is Tensor:
+        return bool(facts[6] > 1)
+    return members(group_name)[1].world_size > 1 and (mode == "ulysses" or (mode == "usp" and degree != 1))
+
+
+def _inputs(
+    dout: Tensor, q: Tensor | None, k: Tensor | None, v: Tensor | None, kv_heads: int, kv_rows: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs; where they are not saved, stand-ins of their shapes and dtypes."""
+    if q is not None and k is not None and v is not None:
+        return q, k, v
+    batch, q_heads, rows, value_dim = dout.shape
+    shapes = (q_heads, rows, head_dim), (kv_heads, kv_rows, head_dim), (kv_heads, kv_rows, value_dim)
+    q, k, v = (dout.new_empty(()).expand(batch, *shape) for shape in shapes)
+    return q, k, v
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, _, group_name, *_ = inputs
     memory, scale, softcap, dropout_p, timeout = inputs[11], *inputs[13:16], inputs[18]
-    out, lse, facts = output
+    out, lse, facts, kept = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, facts)
-    ctx.options = (group_name, memory, scale, softcap, dropout_p, timeout)
+    ctx.of_out = *out.shape, out.dtype, out.device
+    keeps = _may_keep(inputs[19], inputs[21]) and _surely_exchanges(facts, *inputs[8:11])
+    saved = (None,) * 5 if keeps else (q, k, v, out, lse)
+    ctx.save_for_backward(*saved, kept, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, facts)
+    ctx.options = (*k.shape[1:], group_name, memory, scale, softcap, dropout_p, timeout)
     ctx.mods = getattr(mask_spec, "mods", ())  # also where hooks keep a copy of the spec
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
-    q, k, v, out, lse, *specs = ctx.saved_tensors
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
     # Whether a rank has an upstream gradient must not decide whether it takes part.
-    dout = torch.zeros_like(out) if dout is None else dout
-    grads = attention_backward_op(dout, dlse, q, k, v, out, lse, *specs, *ctx.options)
-    return (*grads, *(None,) * 20)
+    if dout is None:
+        *shape, dtype, device = ctx.of_out
+        dout = torch.zeros(shape, dtype=dtype, device=device)
+    if torch.is_grad_enabled():  # create_graph=True, and perhaps no input that is saved: what is refused has a gradient
+        dout = dout if dout.requires_grad else dout.detach().requires_grad_()
+    grads = attention_backward_op(dout, dlse, *ctx.saved_tensors, *ctx.options)
+    return (*grads, *(None,) * 21)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -303,6 +350,10 @@ def _like(x: Tensor, last: int | None = None) -> Tensor:
     if x.ndim != 4:  # in a fake; the real op refuses it
         return torch.empty_like(x)
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3] if last is None else last).transpose(1, 2)
+
+
+def _bytes_like(q: Tensor, size: Any) -> Tensor:
+    return q.new_empty(size, dtype=torch.uint8)
 
 
 def _lse_like(q: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class Options(NamedTuple):
     mode: str = "auto"
     ulysses_degree: int | None = None
     gather_memory: int | None = None
+    save: str = "auto"
     scale: float | None = None
     softcap: float | None = None
     alibi_slopes: Tensor | None = None
@@ -161,7 +162,7 @@ def options_problem(options: Options) -> str:
                 "give seconds"
             )
     agree = "" if options.agree is None else options.agree
-    for name, value in (("mode", options.mode), ("kernel", options.kernel), ("agree", agree)):
+    for name, value in (("mode", options.mode), ("save", options.save), ("kernel", options.kernel), ("agree", agree)):
         if not isinstance(value, str):
             return f"{name}: expected a word, got {shown(value)}; help(ringcp.attention) lists the words"
     return ""

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ringcp import exchange as exchanged
 from ringcp import executor
-from ringcp.exchange import Exchange, Part, Placements
 from ringcp.executor import Job
 from ringcp.grouped import Grid, grouped
 from ringcp.kernels.base import Kernel
@@ -29,6 +28,7 @@ from ringcp.layout import Layout
 from ringcp.lower import plan
 from ringcp.mask import Mask
 from ringcp.modes import Choice, head_shares, in_parts, replicates
+from ringcp.parts import Exchange, Part, Placements, kept_in
 from ringcp.schedule import Heads
 from ringcp.topology import ring
 from ringcp.transport import Among, Pending, Transport
@@ -52,19 +52,38 @@ class Run:
     job: Job | None
     parts: tuple[Part, ...] = ()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
-        """out and lse of the local rows."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, keep: bool = False
+    ) -> Generator[Pending, None, tuple[Tensor, Tensor, Tensor | None]]:
+        """out and lse of the local rows; and what an exchange keeps for backward, bytes of uint8, if there is one and
+        it is to be kept.
+        """
         if self.job is not None:
-            return executor.forward(self.job, q, k, v)
-        return exchanged.forward(self.parts, q, k, v)
+            return *(yield from executor.forward(self.job, q, k, v)), None
+        memory, kept = kept_in(None, self.parts, q, k, v) if keep else (None, None)
+        return *(yield from exchanged.forward(self.parts, q, k, v, kept)), memory
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        lse: Tensor | None,
+        memory: Tensor | None = None,
     ) -> Generator[Pending, None, tuple[Tensor, Tensor, Tensor]]:
-        """dq, dk and dv of the local rows."""
+        """dq, dk and dv of the local rows.
+
+        memory: what forward kept. Then q, k and v say shapes and dtypes alone, and out and lse may be None.
+        """
         if self.job is not None:
+            assert out is not None, "only exchanges keep anything"
+            assert lse is not None, "saved with out"
             return executor.backward(self.job, dout, dlse, q, k, v, out, lse)
-        return exchanged.backward(self.parts, dout, dlse, q, k, v, out, lse)
+        kept = None if memory is None else kept_in(memory, self.parts, q, k, v)[1]
+        return exchanged.backward(self.parts, dout, dlse, q, k, v, out, lse, kept)
 
 
 class Sizes(NamedTuple):

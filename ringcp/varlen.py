@@ -29,6 +29,7 @@ def attention_varlen(
     mode: str = "auto",
     ulysses_degree: int | None = None,
     gather_memory: int | None = None,
+    save: str = "auto",
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -48,8 +49,8 @@ def attention_varlen(
         q: (T_local, Hq, D), this rank's tokens of the packed row; k: (T_local, Hkv, D); v: (T_local, Hkv, Dv).
         cu_seqlens: (documents + 1,) cumulative lengths of the *whole* packed row, from 0 on; the same on every rank.
         mask: which positions of a document attend to which, such as ``Causal()``; None is all of them.
-        mesh, layout, seq_len, mode, ulysses_degree, gather_memory, scale, softcap, alibi_slopes, dropout_p, kernel,
-            sinks, return_lse, agree, timeout: as in `ringcp.attention`.
+        mesh, layout, seq_len, mode, ulysses_degree, gather_memory, save, scale, softcap, alibi_slopes, dropout_p,
+            kernel, sinks, return_lse, agree, timeout: as in `ringcp.attention`.
 
     Returns:
         out (T_local, Hq, Dv); with `return_lse` also lse (T_local, Hq).
@@ -71,6 +72,7 @@ def attention_varlen(
         mode=mode,
         ulysses_degree=degree_in(mesh, ulysses_degree),
         gather_memory=gather_memory,
+        save=save,
         scale=scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,

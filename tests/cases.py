@@ -158,11 +158,17 @@ class Case(NamedTuple):
     mode: str = "ring"
     degree: int | None = None
     gather_memory: int | None = None
+    save: str = "auto"
 
     @property
     def way(self) -> dict[str, object]:
         """How queries meet keys, as keywords."""
-        return {"mode": self.mode, "ulysses_degree": self.degree, "gather_memory": self.gather_memory}
+        return {
+            "mode": self.mode,
+            "ulysses_degree": self.degree,
+            "gather_memory": self.gather_memory,
+            "save": self.save,
+        }
 
 
 class Tensors(NamedTuple):

@@ -320,14 +320,17 @@ def check_op(mesh):
         k = torch.randn(2, 2, length, dims[0], requires_grad=True)
         v = torch.randn(2, length, 2, dims[1]).transpose(1, 2).requires_grad_()
         args = (q, k, v, ringcp.HeadTail(length, 1).spec, None, ringcp.Causal().spec, None, None, group_name)
-        args += ("auto", None, None, "auto", None, None, 0.0, None, "call", None, True, True, "", "")
+        args += ("auto", None, None, "auto", None, None, 0.0, None, "call", None, True, True, "exchanged", "", "")
         # Numbers of a symbolic trace are those of a call that has been counted: the call number in `facts` differs.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.ringcp.attention.default, args, test_utils=tests)
-        out, lse, facts = torch.ops.ringcp.attention(*(x.detach() if x is q or x is k or x is v else x for x in args))
-        assert (facts.dtype, facts.shape, facts.device.type) == (torch.int64, (8,), "cpu")
+        out, lse, facts, kept = torch.ops.ringcp.attention(
+            *(x.detach() if x is q or x is k or x is v else x for x in args)
+        )
+        assert (facts.dtype, facts.shape, facts.device.type) == (torch.int64, (9,), "cpu")
+        assert (kept.dtype, kept.shape) == (torch.uint8, (0,))  # one rank exchanges nothing
         upstream = (torch.randn_like(out), torch.randn_like(lse))
-        tensors = (q.detach(), k.detach(), v.detach(), out, lse, *args[3:7], facts)
+        tensors = (q.detach(), k.detach(), v.detach(), out, lse, kept, *args[3:7], facts, *k.shape[1:])
         torch.library.opcheck(
             torch.ops.ringcp.attention_backward.default,
             (*upstream, *tensors, group_name, None, None, None, 0.0, None),

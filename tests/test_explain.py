@@ -115,11 +115,11 @@ def test_bytes_of_every_mode():
     # Heads lie on ranks 1 and 3. There 3 tokens to both, or to the other one, q and KV (2 + 4 bytes) each; back, by a
     # rank with a head, 9 tokens of out and lse (2 + 4).
     assert sent["ulysses"].forward == 3 * 6 + 9 * 6
-    # There q, out, dout, lse and KV (10 + 4), back dq and sums (2 + 8).
-    assert sent["ulysses"].backward == 3 * 14 + 9 * 10
+    # There dout (2), back dq and sums (2 + 8).
+    assert sent["ulysses"].backward == 3 * 2 + 9 * 10
     # In pairs of 3 + 3 tokens one query head each: there q and KV, back out and lse; and a ring of 2 with 6 rows.
     assert sent["usp"].forward == 3 * 6 + 3 * 6 + 6 * 4
-    assert sent["usp"].backward == 3 * 14 + 3 * 10 + 6 * 4 + 6 * 8
+    assert sent["usp"].backward == 3 * 2 + 3 * 10 + 6 * 4 + 6 * 8
 
 
 def test_dtypes_and_batch():

@@ -81,28 +81,29 @@ def formula(case: Case, dtype: torch.dtype, layout: Layout) -> list[Traffic]:
     world_size, weight = layout.world_size, weight_of(case, dtype)
     lens = [layout.local_len(rank) for rank in range(world_size)]
     degree = world_size if case.mode == "ulysses" else case.degree or 1
+    saved = "exchanged" if case.save == "auto" else case.save
     if case.mode == "ulysses":
-        return list(exchange_bytes(lens, degree, weight))
+        return list(exchange_bytes(lens, degree, weight, saved))
     needed = need(case, layout, degree)
     blocks = ring_lengths(lens, degree)
     passes_blocks = case.mode != "gather" and len(blocks) > 2 and any(
         sum(of) == sum(blocks) - own > 0 for of, own in zip(needed, blocks, strict=True)
     )  # fmt: skip
     moved: tuple[Rows, ...] = whole_blocks(blocks) if passes_blocks else gathered(needed)
-    return list(rows_bytes(moved, weight) if degree == 1 else usp_bytes(lens, degree, moved, weight))
+    return list(rows_bytes(moved, weight) if degree == 1 else usp_bytes(lens, degree, moved, weight, saved))
 
 
 def jobs_of(world_size: int) -> list[tuple[Case, torch.dtype, Layout]]:
-    """Each way with full, causal, a window and documents, on odd lengths; layouts, heads and dtypes in turn."""
+    """Each way with full, causal, a window and documents, on odd lengths; layouts, heads, dtypes, what is saved in turn."""
     masks = ("full", "causal", "window_3", "two_sided", "documents")
     heads = itertools.cycle(("gqa", "7_1", "28_4", "wide_v", "12_3", "3_3", "narrow_v"))
     layouts, dtypes = itertools.cycle(("contiguous", "head_tail", "balanced", "striped")), itertools.cycle(DTYPES)
-    jobs = []
+    jobs, saves = [], itertools.cycle(("auto", "local", "exchanged"))
     for (mode, degree), mask, seq_len in itertools.product(WAYS[world_size], masks, (37, world_size - 1)):
         layout = next(layouts)
         if layout == "striped" and mask in ("two_sided", "documents"):
             layout = "contiguous"  # a wider mask than ranks is taken to need every row of a striped one
-        case = Case(seq_len, mask, layout, next(heads), mode=mode, degree=degree)
+        case = Case(seq_len, mask, layout, next(heads), mode=mode, degree=degree, save=next(saves))
         jobs.append((case, next(dtypes), layout_of(case, world_size)))
     return jobs
 
@@ -144,11 +145,15 @@ def test_a_ring_never_repeats_key_heads(worlds, mode, degree):
 def test_an_exchange_in_plain_numbers(worlds):
     """24 tokens on 2 ranks, 8 query and 2 key heads of 5, batch 2, fp32: each sends half the heads of its 12 tokens."""
     case = Case(24, "causal", mode="ulysses")
-    for found in worlds(2).run(counted, [(case, torch.float32, layout_of(case, 2))]):
+    layout = layout_of(case, 2)
+    for found in worlds(2).run(counted, [(case._replace(save=s), torch.float32, layout) for s in ("auto", "local")]):
         there, back = 12 * (4 * 5 + 1 * 10), 12 * 4 * (5 + 1)
         assert found[0]["forward exchange"] == (2 * 4 * (there + back),) * 2
-        there, back = 12 * (4 * (3 * 5 + 1) + 1 * 10), 12 * (4 * 5 + 1 * 10)  # q, out, dout, lse, k, v; dq, dk, dv
+        there, back = 12 * 4 * 5, 12 * (4 * 5 + 1 * 10)  # dout; dq, dk, dv
         assert found[0]["backward exchange"] == (2 * 4 * (there + back),) * 2
+        assert found[1]["forward exchange"] == found[0]["forward exchange"]
+        there += 12 * (4 * (2 * 5 + 1) + 1 * 10)  # q, out, lse, k, v
+        assert found[1]["backward exchange"] == (2 * 4 * (there + back),) * 2
         assert found[0]["forward"] == found[0]["backward"] == (0, 0)
 
 

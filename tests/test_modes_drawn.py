@@ -39,13 +39,13 @@ def graded(tensors: list[Tensor], attend) -> dict[str, Tensor]:
 def ways(draw, world_size: int) -> list[dict]:
     """Every mode there is on so many ranks, with drawn degrees and memory."""
     degree = st.sampled_from(divisors(world_size))
-    memory = st.none() | st.integers(1, 20_000)
+    memory, save = st.none() | st.integers(1, 20_000), st.sampled_from(("auto", "exchanged", "local"))
     return [
         {"mode": "ring"},
         {"mode": "gather", "gather_memory": draw(memory)},
-        {"mode": "gather", "gather_memory": draw(memory), "ulysses_degree": draw(degree)},
-        {"mode": "ulysses"},
-        {"mode": "usp", "ulysses_degree": draw(degree)},
+        {"mode": "gather", "gather_memory": draw(memory), "ulysses_degree": draw(degree), "save": draw(save)},
+        {"mode": "ulysses", "save": draw(save)},
+        {"mode": "usp", "ulysses_degree": draw(degree), "save": draw(save)},
         {"mode": "auto", "ulysses_degree": draw(st.none() | degree)},
     ]
 
@@ -213,6 +213,12 @@ class Standing:
         yield
 
 
+def shapes_of(local: list[Tensor], kept: bool) -> list[Tensor | None]:
+    """What backward gets: all, or of what is kept the shapes of q, k and v alone."""
+    dout, dlse, *saved = local
+    return [dout, dlse, *(x.new_full((), torch.nan).expand(x.shape) for x in saved[:3]), None, None] if kept else local
+
+
 PASSES = {
     "forward": (("q", "k", "v"), ("out", "lse")),
     "backward": (("dout", "dlse", "q", "k", "v", "out", "lse"), ("dq", "dk", "dv")),
@@ -222,18 +228,29 @@ PASSES = {
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1), (3, 3)], ids=str)
 @pytest.mark.parametrize("name", ALL_LAYOUTS)
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_the_exchange_alone(monkeypatch, name, heads, parts):
-    """Each run gets all rows of its ring rank for its share of the heads, and what it makes of them goes home."""
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_exchange_alone(monkeypatch, name, heads, parts, keep):
+    """Each run gets all rows of its ring rank for its share of the heads, and what it makes of them goes home.
+
+    What is kept comes in no other way: the local rows that backward gets then are not numbers.
+    """
     monkeypatch.setattr(Sizes, "parts", lambda *_: parts)
     for world_size, degree in PLACES:
         if degree == 1:
             continue
         scene = Scene(layout_of(name, 2 * world_size + 3, world_size), degree, *heads)
+        kept: list[Tensor | None] = [None for _ in scene.ranks]
         for way, (inputs, results) in PASSES.items():
             standing = Standing(scene, results)
             monkeypatch.setattr(exchanged.executor, way, standing)
-            runs = zip(scene.runs, scene.local(inputs), strict=True)
-            home = drive_all([getattr(run, way)(*local) for run, local in runs])
+            if way == "forward":
+                runs = [run.forward(*local, keep) for run, local in zip(scene.runs, scene.local(inputs), strict=True)]
+                *home, kept = zip(*drive_all(runs), strict=True)
+                home = list(zip(*home, strict=True))
+                assert all((memory is not None) == keep for memory in kept)
+            else:
+                each = zip(scene.runs, scene.local(inputs), kept, strict=True)
+                home = drive_all([run.backward(*shapes_of(local, keep), memory) for run, local, memory in each])
             assert sorted(standing.brought) == scene.busy, "a rank without heads computes nothing"
             want = scene.exchanged(inputs)
             for (rank, i), brought in standing.brought.items():

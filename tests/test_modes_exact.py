@@ -54,8 +54,9 @@ def drawn(world_size: int, ways: Sequence[tuple[str, int | None]], num: int) -> 
     draw = random.Random(world_size)
     for mode, degree in ways:
         memory = (None, 1, 4000) if mode == "gather" else (None,)
+        save = ("exchanged", "local") if mode == "ulysses" or degree else ("auto",)
         columns = (lengths(world_size), ALL_MASKS, ALL_LAYOUTS, SHAPES, INPUTS, STRIDES, UPSTREAMS, KERNELS)
-        decks = [deck(draw, tuple(values)) for values in (*columns, (mode,), (degree,), memory)]
+        decks = [deck(draw, tuple(values)) for values in (*columns, (mode,), (degree,), memory, save)]
         yield from itertools.islice(itertools.starmap(Case, zip(*decks, strict=True)), num)
 
 

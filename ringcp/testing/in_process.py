@@ -13,6 +13,7 @@ from ringcp.checks import (
     check_layout,
     check_mask,
     check_mode,
+    check_save,
     check_tensors,
     default_scale,
     dropout_problem,
@@ -48,6 +49,7 @@ def in_process(
     mode: str = "auto",
     ulysses_degree: int | None = None,
     gather_memory: int | None = None,
+    save: str = "auto",
     kernel: str = "auto",
     scale: float | None = None,
     softcap: float | None = None,
@@ -60,8 +62,8 @@ def in_process(
 
     Args:
         q: (B, Hq, S, D); k: (B, Hkv, S, D); v: (B, Hkv, S, Dv): the whole sequence, on a CPU or one GPU.
-        world_size, mask, layout, kv_layout, mode, ulysses_degree, gather_memory, kernel, scale, softcap, alibi_slopes,
-            dropout_p, sinks, return_lse: as in `ringcp.attention`.
+        world_size, mask, layout, kv_layout, mode, ulysses_degree, gather_memory, save, kernel, scale, softcap,
+            alibi_slopes, dropout_p, sinks, return_lse: as in `ringcp.attention`.
 
     Returns:
         out (B, Hq, S, Dv) in the order of the sequence, and with `return_lse` lse (B, Hq, S). Differentiable once.
@@ -71,6 +73,7 @@ def in_process(
         UnsupportedError: for an unknown mode, one that does not fit the ranks, or if no kernel can do it.
     """
     check_mode(mode, ulysses_degree, world_size)
+    check_save(save)
     q, k, v = as_sdpa_casts(q, k, v)
     cross = kv_layout is not None
     check_tensors(q, k, v, cross)
@@ -108,7 +111,7 @@ def in_process(
             for rank, end in enumerate(ends)
         ]
 
-    out, lse = _InProcess.apply(q, k, v, q_layout, k_layout, runs)
+    out, lse = _InProcess.apply(q, k, v, q_layout, k_layout, runs, needs_grad and save != "local")
     if sinks is not None:
         out, lse = fold_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -134,13 +137,22 @@ class _InProcess(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, kv_layout: Layout, runs: Callable[[], list[Run]]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        kv_layout: Layout,
+        runs: Callable[[], list[Run]],
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         of_q, of_kv = _Sharded(layout), _Sharded(kv_layout)
         with torch.autocast(q.device.type, enabled=False):
-            each = [run.forward(*args) for run, *args in zip(runs(), of_q(q), of_kv(k), of_kv(v), strict=True)]
-            out, lse = (layout.unshard(parts, 2) for parts in zip(*drive_all(each), strict=True))
-        ctx.save_for_backward(q, k, v, out, lse)
+            shards = zip(runs(), of_q(q), of_kv(k), of_kv(v), strict=True)
+            each = [run.forward(q_local, k_local, v_local, keep) for run, q_local, k_local, v_local in shards]
+            *results, kept = zip(*drive_all(each), strict=True)
+        out, lse = (layout.unshard(parts, 2) for parts in results)
+        ctx.save_for_backward(q, k, v, out, lse, *kept)
         ctx.how = of_q, of_kv, runs
         ctx.set_materialize_grads(False)
         return out, lse
@@ -148,14 +160,14 @@ class _InProcess(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         refuse_create_graph("in_process")
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *kept = ctx.saved_tensors
         of_q, of_kv, runs = ctx.how
         dout = torch.zeros_like(out) if dout is None else dout
-        shards = of_q(dout), of_q(dlse), of_q(q), of_kv(k), of_kv(v), of_q(out), of_q(lse)
+        shards = of_q(dout), of_q(dlse), of_q(q), of_kv(k), of_kv(v), of_q(out), of_q(lse), kept
         with torch.autocast(q.device.type, enabled=False):
             results = drive_all([run.backward(*args) for run, *args in zip(runs(), *shards, strict=True)])
         grads = zip(zip(*results, strict=True), (of_q, of_kv, of_kv), (q, k, v), strict=True)
-        return *(of.layout.unshard([part.to(x.dtype) for part in parts], 2) for parts, of, x in grads), None, None, None
+        return *(of.layout.unshard([part.to(x.dtype) for part in parts], 2) for parts, of, x in grads), *(None,) * 4
 
 
 class _Sharded:

@@ -1,0 +1,104 @@
+"""What an exchange is made of: who has which rows and takes which heads, in which parts; and what is kept of a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringcp import boxes
+from ringcp.band import Range
+from ringcp.executor import Job
+from ringcp.grouped import Placed
+from ringcp.merge import accumulator_dtype
+from ringcp.modes import Share
+from ringcp.transport import Transport
+
+# As allocators align, for kernels that read many bytes at once.
+_ALIGN = 64
+
+
+class Placements(NamedTuple):
+    """By place, where each rank's rows lie in those of the ring rank: of queries, and of keys and values."""
+
+    q: tuple[tuple[Placed, ...], ...]
+    kv: tuple[tuple[Placed, ...], ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's part in an exchange.
+
+    place: of this rank.
+    shares: by place, each rank's share of the heads.
+    rows: where each rank's rows lie.
+    transport: whose peers are places.
+    sums: whether gradients of a KV head come from several ranks, in this part of the call or another.
+    """
+
+    place: int
+    shares: tuple[Share, ...]
+    rows: Placements
+    transport: Transport
+    sums: bool
+
+    @property
+    def others(self) -> list[int]:
+        return [place for place in range(len(self.shares)) if place != self.place]
+
+
+class Part(NamedTuple):
+    """Some of a rank's heads: how they are exchanged, and what is run on them."""
+
+    job: Job
+    exchange: Exchange
+    first: bool
+
+
+class Kept(NamedTuple):
+    """What backward needs of a part, all rows of the ring rank: the inputs as exchanged, and the results."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def kept_in(memory: Tensor | None, parts: Sequence[Part], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Kept]]:
+    """What is kept of each part, in this memory, a buffer of bytes, or in new one.
+
+    Of the local q, k and v, only what shapes and dtypes say.
+    """
+    specs = [_kept_specs(part.exchange, q, k, v) for part in parts]
+    sizes = [boxes.num_bytes(of_part, _ALIGN) for of_part in specs]
+    if memory is None:
+        memory = q.new_empty(sum(sizes), dtype=torch.uint8)
+    pieces = zip(memory.split(sizes), specs, strict=True)
+    return memory, [Kept(*boxes.views(piece, of_part, _ALIGN)) for piece, of_part in pieces]
+
+
+def _kept_specs(exchange: Exchange, q: Tensor, k: Tensor, v: Tensor) -> list[boxes.Spec]:
+    num_q, num_kv = (length_of(heads) for heads in exchange.shares[exchange.place])
+    rows_q, rows_kv = (sum(map(num_rows_of, rows)) for rows in exchange.rows)
+    of_q, of_kv = (q.shape[0], num_q, rows_q), (q.shape[0], num_kv, rows_kv)
+    return [
+        ((*of_q, q.shape[3]), q.dtype),
+        ((*of_kv, k.shape[3]), k.dtype),
+        ((*of_kv, v.shape[3]), v.dtype),
+        ((*of_q, v.shape[3]), q.dtype),
+        (of_q, accumulator_dtype(q.dtype)),
+    ]
+
+
+def num_rows_of(placed: Sequence[Placed]) -> int:
+    """How many rows one rank has."""
+    return placed[-1].rows[1] if placed else 0
+
+
+def length_of(x: Range) -> int:
+    """How many there are in a range."""
+    return x[1] - x[0]
