@@ -353,3 +353,64 @@ def strides(mesh):
 
 def test_strides_do_not_depend_on_the_inputs(worlds):
     worlds(2).run(strides)
+
+
+@quiet
+def exchange_both_ways(mesh, backend):
+    """Bytes sent by each `save=`, compiled and not, over lengths in a row; the same bits."""
+    sent = {}
+    for mode, save in (("ulysses", "auto"), ("ulysses", "local"), ("auto", "exchanged"), ("auto", "auto")):
+
+        def step(q, k, v, mode=mode, save=save):
+            return ringcp.attention(q * 2, k, v, mesh=mesh, mask=ringcp.Causal(), mode=mode, save=save, return_lse=True)
+
+        torch._dynamo.reset()
+        compiled = torch.compile(step, fullgraph=True, backend=backend)
+        for seq_len in (13, 24, 37):
+            inputs, _ = local_inputs(mesh, ringcp.HeadTail(seq_len, mesh.size()))
+            with ringcp.record() as by_eager:
+                results = run_both([lambda *x, step=step: step(*x)], inputs)
+            with ringcp.record() as by_compiled:
+                results += run_both([compiled], inputs)
+            assert all(map(torch.equal, *results)), (mode, save, seq_len)
+        sent[mode, save] = by_eager.bytes_sent, by_compiled.bytes_sent
+    return sent
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_what_exchanges_save_is_the_callers_to_say(worlds, backend):
+    """What is exchanged; but compiled code that is not told the mode saves the local rows."""
+    for sent in worlds(2).run(exchange_both_ways, backend):
+        (few, _), (many, _) = sent["ulysses", "auto"], sent["ulysses", "local"]
+        assert few < 0.75 * many
+        assert sent == {
+            ("ulysses", "auto"): (few, few),
+            ("ulysses", "local"): (many, many),
+            ("auto", "exchanged"): (few, few),
+            ("auto", "auto"): (few, many),
+        }
+
+
+def saved_for_backward(mesh):
+    """Shapes and dtypes of what autograd saves, by what `save` says; and a backward from the lse alone."""
+    inputs, _ = local_inputs(mesh, ringcp.HeadTail(13, mesh.size()))
+    found = {}
+    for save in ("exchanged", "local"):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, to=saved: to.append(x) or x, lambda x: x):
+            _, lse = ringcp.attention(*inputs, mesh=mesh, mode="ulysses", save=save, return_lse=True)
+        found[save] = (
+            sorted({tuple(x.shape) for x in saved if x.ndim == 4 or x.dtype == torch.uint8}),
+            torch.autograd.grad(lse.sum(), inputs[:2]),
+        )
+    (kept, grads), (local, others) = found["exchanged"], found["local"]
+    assert all(map(torch.equal, grads, others))
+    return kept, local, inputs[0].shape[2]
+
+
+def test_what_autograd_saves_of_an_exchange(worlds):
+    """One buffer: for half the heads, q and out of 2 heads and k and v of one, all rows; and no local rows."""
+    for kept, local, rows in worlds(2).run(saved_for_backward):
+        sizes = [2 * 2 * 13 * 8 * 4] * 2 + [2 * 1 * 13 * 8 * 4] * 2 + [2 * 2 * 13 * 4]
+        assert kept == [(sum(-(-size // 64) * 64 for size in sizes),)]
+        assert local == [(0,), (2, 2, rows, 8), (2, 4, rows, 8)]

@@ -94,7 +94,7 @@ def formula(case: Case, dtype: torch.dtype, layout: Layout) -> list[Traffic]:
 
 
 def jobs_of(world_size: int) -> list[tuple[Case, torch.dtype, Layout]]:
-    """Each way with full, causal, a window and documents, on odd lengths; layouts, heads, dtypes, what is saved in turn."""
+    """Each way with full, causal, a window and documents, on odd lengths; all else in turn."""
     masks = ("full", "causal", "window_3", "two_sided", "documents")
     heads = itertools.cycle(("gqa", "7_1", "28_4", "wide_v", "12_3", "3_3", "narrow_v"))
     layouts, dtypes = itertools.cycle(("contiguous", "head_tail", "balanced", "striped")), itertools.cycle(DTYPES)

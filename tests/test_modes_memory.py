@@ -26,8 +26,19 @@ class Seen(NamedTuple):
     backward: int
 
 
-def peaks(way: Choice, world_size: int, heads: Heads, dtype: torch.dtype, rank: int, memory: int | None = None) -> Seen:
-    """The most bytes of buffers that are alive at once in a full attention, beside inputs and what kernels make."""
+def peaks(
+    way: Choice,
+    world_size: int,
+    heads: Heads,
+    dtype: torch.dtype,
+    rank: int,
+    memory: int | None = None,
+    keep: bool = False,
+) -> Seen:
+    """The most bytes of buffers that are alive at once in a full attention, beside inputs and what kernels make.
+
+    In backward without what has been kept: that is there before.
+    """
     q, k, v = (torch.ones(BATCH, n, ROWS, DIM, dtype=dtype) for n in (heads.q, heads.kv, heads.kv))
     out, lse = torch.ones_like(q), torch.ones(q.shape[:3], dtype=accumulator_dtype(dtype))
     layout, sizes = ringcp.HeadTail(ROWS * world_size, world_size), sizes_of(k, v, ROWS * world_size, memory)
@@ -35,9 +46,9 @@ def peaks(way: Choice, world_size: int, heads: Heads, dtype: torch.dtype, rank: 
     run = make_run(*how)
     gc.collect()
     with Allocations("new_empty") as ahead:
-        drive(run.forward(q, k, v))
+        *_, kept = drive(run.forward(q, k, v, keep))
     with Allocations("new_empty") as back:
-        drive(run.backward(out, None, q, k, v, out, lse))
+        drive(run.backward(out, None, q, k, v, out, lse, kept))
     return Seen(ahead.peak, back.peak)
 
 
@@ -118,6 +129,16 @@ def test_an_exchange_takes_no_more_with_more_ranks():
         seen = peaks(Choice("ulysses", world_size, ""), world_size, heads, torch.float32, 1)
         assert 2 * 3 * DIM * row <= seen.forward < 3 * 3 * DIM * row  # q, k, v
         assert 2 * (5 * DIM + 1) * row <= seen.backward < 3 * (5 * DIM + 1) * row  # and out, dout, lse
+
+
+def test_what_an_exchange_keeps_takes_the_place_of_rows_put_together():
+    """Heads that fit: in forward results as computed come on top, and all stays; backward puts dout alone together."""
+    heads, row = Heads(16, 16), BATCH * ROWS * 16 * 4
+    for world_size in (2, 4, 16):
+        seen = peaks(Choice("ulysses", world_size, ""), world_size, heads, torch.float32, 1, keep=True)
+        kept, of_peers = (4 * DIM + 1) * row, row * (world_size - 1) // world_size
+        assert seen.forward == kept + max(2 * 3 * DIM * of_peers, 2 * (DIM + 1) * of_peers + (DIM + 1) * row)
+        assert seen.backward == max(DIM * (row + 2 * of_peers), 3 * DIM * (row + 2 * of_peers))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

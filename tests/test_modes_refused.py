@@ -65,6 +65,16 @@ WRONG = {
     "text beside a grid": ({"mesh": grid, "ulysses_degree": "2"}, A, f"{OF_GRID} '2'; leave it out"),
     "no memory": ({"mode": "gather", "gather_memory": 0}, A, f"{MEMORY} 0; give an int"),
     "memory as text": ({"mode": "gather", "gather_memory": "1G"}, A, f"{MEMORY} '1G'; give an int"),
+    "saves what": (
+        {"mode": "ulysses", "save": "remote"},
+        ringcp.UnsupportedError,
+        "save: expected one of 'auto', 'exchanged', 'local', got 'remote'; choose",
+    ),
+    "saves by number": (
+        {"mode": "ulysses", "save": 1},
+        A,
+        "save: expected a word, got 1; help(ringcp.attention) lists",
+    ),
     "memory as a flag": ({"mode": "gather", "gather_memory": True}, A, f"{MEMORY} True; give an int"),
 }
 
@@ -152,6 +162,11 @@ DIFFERENT = {
         {"mode": "gather"},
         {"mode": "gather", "gather_memory": 1 << 20},
         "gather_memory=1048576, not gather_memory=None",
+    ),
+    "save": (
+        {"mode": "ulysses", "save": "local"},
+        {"mode": "ulysses", "save": "exchanged"},
+        "save=exchanged, not save=local",
     ),
     "grid": ({"mesh": grid, "mode": "usp"}, {"mesh": grid, "mode": "gather"}, "mode=gather, not mode=usp"),
 }

@@ -107,12 +107,12 @@ class OneRank:
         self.given = given
         self.wires = NoWires()
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        out, lse = drive(self._run().forward(*self.given[:3]))
-        return out.to(self._shape.dtype), lse
+    def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        out, lse, kept = drive(self._run().forward(*self.given[:3], keep=True))
+        return out.to(self._shape.dtype), lse, kept
 
-    def backward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        grads = drive(self._run().backward(self.given.dout, None, *self.given[:3], out, lse))
+    def backward(self, out: Tensor, lse: Tensor, kept: Tensor | None) -> tuple[Tensor, ...]:
+        grads = drive(self._run().backward(self.given.dout, None, *self.given[:3], out, lse, kept))
         return tuple(grad.to(self._shape.dtype) for grad in grads)
 
     def _run(self) -> Run:
