@@ -23,11 +23,14 @@ _VOTE_TAG, _WORDS_TAG = 1 << 30, (1 << 30) + 1
 
 
 class Told(NamedTuple):
-    """What a rank tells the others: local lengths of queries, and of keys and values; the seed that it drew."""
+    """What a rank tells the others: local lengths of queries, and of keys and values; the seed that it drew; whether it
+    can keep what an exchange brings.
+    """
 
     q: int
     kv: int
     seed: int = 0
+    keep: bool = False
 
 
 class Vote(NamedTuple):
@@ -38,11 +41,12 @@ class Vote(NamedTuple):
     local_len: int
     local_kv_len: int
     seed: int
+    keep: int
     refused: int
 
     @property
     def told(self) -> Told:
-        return Told(self.local_len, self.local_kv_len, self.seed)
+        return Told(self.local_len, self.local_kv_len, self.seed, bool(self.keep))
 
 
 def signature(description: str) -> int:

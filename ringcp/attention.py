@@ -80,7 +80,8 @@ def attention(
             has them for its heads, so that backward exchanges gradients alone, a third fewer bytes in all; the local
             result, which the next layer mostly saves too, comes on top. "local": the local rows, which backward
             exchanges once more; for selective checkpointing that saves the results of attention, which would save the
-            exchanged ones as well. "auto" is "exchanged", but in compiled code "local" unless `mode` names one of them.
+            exchanged ones as well. "auto" is "exchanged"; but unless `mode` names one of them, "local" in compiled
+            code and in calls without a vote.
         scale: factor on the scores; None is ``D ** -0.5``.
         softcap: a positive C: scaled scores become ``C * tanh(score / C)`` before they are masked (Gemma 2); None is no
             cap. Few kernels can: on a CPU "reference", which "auto" then takes without a word, with memory for the

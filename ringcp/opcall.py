@@ -46,19 +46,23 @@ def call_op(
         seconds_of(options.timeout),
         needs_grad,
         needs_grad and needs_lse,
-        _saved(options),
+        options.save,
+        needs_grad and _keeps(options),
         f"sinks={None if sinks is None else sinks.dtype}",
         refused,
     )
     return out, lse
 
 
-def _saved(options: Options) -> str:
-    """What "auto" saves. In compiled code, which is traced before the mode is known, both ways would be saved."""
+def _keeps(options: Options) -> bool:
+    """Whether what an exchange brings may be kept; if the caller leaves that open, only with the others' consent."""
     if options.save != "auto":
-        return options.save
-    unknown = torch.compiler.is_compiling() and options.mode not in ("ulysses", "usp")
-    return "local" if unknown else "exchanged"
+        return options.save == "exchanged"
+    if options.mode in ("ulysses", "usp"):
+        return True
+    # Traced before the mode is known, both it and the local rows would be saved. A rank whose code falls back to eager
+    # finds out in the vote.
+    return options.votes and not torch.compiler.is_compiling()
 
 
 def _spec(layout: Layout | str) -> Tensor:

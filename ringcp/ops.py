@@ -75,6 +75,7 @@ def attention_op(
     needs_grad: bool,
     needs_lse_grad: bool,
     save: str,
+    keep: bool,
     also: str,
     refused: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -130,7 +131,7 @@ def attention_op(
             f"plan={PLAN_VERSION}"
         )  # fmt: skip
         own_seed = 0 if dropout_seed is None else int(dropout_seed)
-        own = Told(q.shape[2], k.shape[2], own_seed) if q.ndim == k.ndim == 4 else Told(0, 0)
+        own = Told(q.shape[2], k.shape[2], own_seed, keep) if q.ndim == k.ndim == 4 else Told(0, 0)
         if agree_when != "context" or known_len is None or (cross and known_kv_len is None) or dropout_p:
             told = agree(state, call, words, own, refusal, timeout)
             ranks = range(state.world_size)
@@ -155,7 +156,7 @@ def attention_op(
         code = MODES.index(used.mode)
         seed = told[0].seed
         degree = used.ulysses_degree
-        kernel_code, keeps = kernel_index(chosen.name), _may_keep(needs_grad, save) and degree > 1
+        kernel_code, keeps = kernel_index(chosen.name), degree > 1 and needs_grad and all(each.keep for each in told)
         facts = host_int64([*lens, call, kernel_code, fingerprint, code, degree, seed, keeps])
         if 0 in (q.shape[0], q.shape[1]):
             return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), facts, _bytes_like(q, 0)
@@ -171,7 +172,7 @@ def attention_op(
 
 @attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    size = torch.library.get_ctx().new_dynamic_size() if _may_keep(rest[16], rest[18]) else 0
+    size = torch.library.get_ctx().new_dynamic_size() if rest[19] else 0
     facts = torch.empty(9, dtype=torch.int64, device="cpu")
     return _like(q, v.shape[-1]), _lse_like(q), facts, _bytes_like(q, size)
 
@@ -230,14 +231,10 @@ def _(
     return _like(q), _like(k), _like(v)
 
 
-def _may_keep(needs_grad: bool, save: str) -> bool:
-    return needs_grad and save == "exchanged"
-
-
-def _surely_exchanges(facts: Tensor, group_name: str, mode: str, degree: int | None) -> bool:
-    """Whether a call exchanges heads, as far as is known when autograd saves: while it is traced, nothing has run."""
+def _surely_keeps(facts: Tensor, group_name: str, mode: str, degree: int | None) -> bool:
+    """Of a call that may keep what an exchange brings, whether it does; while it is traced, nothing has run."""
     if type(facts) is Tensor:
-        return bool(facts[6] > 1)
+        return bool(facts[8])
     return members(group_name)[1].world_size > 1 and (mode == "ulysses" or (mode == "usp" and degree != 1))
 
 
@@ -259,7 +256,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     out, lse, facts, kept = output
     ctx.set_materialize_grads(False)
     ctx.of_out = *out.shape, out.dtype, out.device
-    keeps = _may_keep(inputs[19], inputs[21]) and _surely_exchanges(facts, *inputs[8:11])
+    keeps = inputs[22] and _surely_keeps(facts, *inputs[8:11])
     saved = (None,) * 5 if keeps else (q, k, v, out, lse)
     ctx.save_for_backward(*saved, kept, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, facts)
     ctx.options = (*k.shape[1:], group_name, memory, scale, softcap, dropout_p, timeout)
@@ -274,7 +271,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     if torch.is_grad_enabled():  # create_graph=True, and perhaps no input that is saved: what is refused has a gradient
         dout = dout if dout.requires_grad else dout.detach().requires_grad_()
     grads = attention_backward_op(dout, dlse, *ctx.saved_tensors, *ctx.options)
-    return (*grads, *(None,) * 21)
+    return (*grads, *(None,) * 22)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
