@@ -108,9 +108,9 @@ def check_no_documents(given: Sequence[Given], layout: Layout | str) -> None:
     """Refuse position ids that start anew, for which no mask was given: the documents would see each other."""
     for g in given:
         x = g.tensor
-        if x.dtype not in (torch.int32, torch.int64) or not x.numel():
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool or not x.numel():
             continue
-        rows = x.movedim(g.dim, -1).reshape(-1, g.seq_len)
+        rows = x.movedim(g.dim, -1).reshape(-1, g.seq_len).long()  # of some integers there are no comparisons
         if isinstance(layout, Layout):  # behind replicated tokens, the rest may count from 0 again
             rows = rows[:, layout_of(g, layout).replicated :]
         if _restarts(rows):

@@ -261,9 +261,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*saved, kept, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, facts)
     ctx.options = (*k.shape[1:], group_name, memory, scale, softcap, dropout_p, timeout)
     ctx.mods = getattr(mask_spec, "mods", ())  # also where hooks keep a copy of the spec
+    # While it is traced, nothing has been written to yet.
+    ctx.seen = [(mod, mod.seen()) for mod in ctx.mods] if type(facts) is Tensor else []
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    for mod, seen in ctx.seen:
+        if any(x._version != version for x, version in seen):
+            raise ArgumentError(
+                f"mask: expected the tensors that {mod} captures as they were in forward, got one that was written to "
+                "in place since; write to a copy, and make a mask of it"
+            )
     # Whether a rank has an upstream gradient must not decide whether it takes part.
     if dout is None:
         *shape, dtype, device = ctx.of_out

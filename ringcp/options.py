@@ -25,7 +25,7 @@ from ringcp.checks import (
 )
 from ringcp.errors import ArgumentError, KeywordError, LayoutError, RingcpError, UnsupportedError
 from ringcp.layout import Layout
-from ringcp.mask import Mask
+from ringcp.mask import Full, Mask
 
 # A longer wait than a month does not fit what the back ends count in.
 _MAX_SECONDS = 2_592_000
@@ -108,7 +108,14 @@ def refusal_of(q: object, k: object, v: object, options: Options) -> Refusal | N
 
 
 def _two_sequences_refusal(options: Options) -> Refusal | None:
-    """What has a meaning for the positions of one sequence alone."""
+    """What has a meaning for the positions of one sequence alone, or, a mask, for tokens that are not on every rank."""
+    kv_layout = options.kv_layout
+    everywhere = isinstance(kv_layout, Layout) and kv_layout.replicated > 0 and kv_layout.rest.seq_len == 0
+    if everywhere and options.mask is not None and options.mask != Full():
+        return UnsupportedError, (
+            f"mask: expected None or Full() where all keys are on every rank, in {kv_layout!r}, since a mask holds "
+            f"among the tokens that are not, got {options.mask}; shard the keys, or leave the mask out"
+        )
     if options.alibi_slopes is not None and (options.kv_layout is not None or options.joint):
         return UnsupportedError, (
             "alibi_slopes: expected None in cross-attention (kv_layout=) and joint attention, where distances between "
