@@ -100,7 +100,8 @@ def attention(
             installed), "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash_cpu" (built into torch), "reference"
             (plain matmuls, memory for the whole score matrix).
         sinks: (Hq,) logits that take part in each row's softmax without a value (attention sinks), not capped, the
-            same on every rank; differentiable: each rank gets the gradient of its own rows, as for any parameter.
+            same on every rank (values are not compared); differentiable: each rank gets the gradient of its own rows,
+            as for any parameter.
         return_lse: also return the log-sum-exp of the scaled (and capped, and biased) scores.
         agree: when the ranks vote on their arguments: "call", before each call (default on CPU), or "context" (default
             on CUDA): not in this call, if `seq_len` or a `Layout` says the length and nothing is dropped. Without a

@@ -1,8 +1,8 @@
 """What masks are made of: nodes that answer which pairs of positions attend.
 
 A new mask is a new class here, or in `row_nodes.py` if it says something of each batch row, one in `_NODES` of
-`mask_spec.py`, and a function that makes it in `mask.py`. What every node answers is in `node.py`; the node of a function
-is in `predicate_node.py`.
+`mask_spec.py`, and a function that makes it in `mask.py`. What every node answers is in `node.py`; the node of a
+function is in `predicate_node.py`.
 """
 
 from __future__ import annotations
