@@ -23,11 +23,15 @@ _VOTE_TAG, _WORDS_TAG = 1 << 30, (1 << 30) + 1
 
 
 class Told(NamedTuple):
-    """What a rank tells the others: local lengths of queries, and of keys and values; the seed that it drew."""
+    """What a rank tells the others: local lengths of queries, and of keys and values; the seed that it drew; the last
+    two dims of its attn_mask.
+    """
 
     q: int
     kv: int
     seed: int = 0
+    mask_rows: int = -1
+    mask_keys: int = -1
 
 
 class Vote(NamedTuple):
@@ -38,11 +42,13 @@ class Vote(NamedTuple):
     local_len: int
     local_kv_len: int
     seed: int
+    mask_rows: int
+    mask_keys: int
     refused: int
 
     @property
     def told(self) -> Told:
-        return Told(self.local_len, self.local_kv_len, self.seed)
+        return Told(self.local_len, self.local_kv_len, self.seed, self.mask_rows, self.mask_keys)
 
 
 def signature(description: str) -> int:

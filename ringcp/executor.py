@@ -255,12 +255,17 @@ def _post(
 
 
 def tag_of(job: Job, direction: str, step: int, what: str) -> int:
+    """The tag of a message of a job."""
+    return tag_of_call(job.call, job.fingerprint, direction, step, what)
+
+
+def tag_of_call(call: int, fingerprint: int, direction: str, step: int, what: str) -> int:
     """The tag of a message. Those of calls that differ in any way never match: gloo would abort, or leave a stale tail.
 
     Bits: 29 to keep away from a user's own tags, 12 to 28 the call, 2 to 11 the step, direction, what.
     """
-    call = (job.fingerprint + job.call * 40503) % (1 << 17)
-    return 1 << 29 | call << 12 | step % 1024 << 2 | (direction == "backward") << 1 | (what == "dkv")
+    of_call = (fingerprint + call * 40503) % (1 << 17)
+    return 1 << 29 | of_call << 12 | step % 1024 << 2 | (direction == "backward") << 1 | (what == "dkv")
 
 
 def num_bytes(parcels: Sequence[Parcel]) -> int:

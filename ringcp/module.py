@@ -31,7 +31,7 @@ _NAMES = (
     frozenset({"k", "xk", "key", "keys", "key_states"}),
     frozenset({"v", "xv", "value", "values", "value_states"}),
 )
-_SDPA = frozenset({"attn_mask", "dropout_p", *HONOURED})
+_SDPA = frozenset({"dropout_p", *HONOURED})
 _ALONE = (
     "make softmax(q k^T) v a module of its own (help(ringcp.ContextParallel) shows one), or use "
     "`with ringcp.context_parallel(...)`"
@@ -207,13 +207,16 @@ def _attending(form: _Form, meaning: Meaning, context: Context, ranks: frozenset
             refusal = refusal or _placement_refusal(qkv, ranks)
             qkv = [x.to_local() if isinstance(x, DTensor) else x for x in qkv]
         is_causal = values.get("is_causal") if "is_causal" in meaning.keywords else None
+        attn_mask = values.get("attn_mask")
+        causal = meaning.causal[None if is_causal is None else bool(is_causal)] if attn_mask is None else is_causal
         grouped = values.get("enable_gqa", meaning.grouped) if "enable_gqa" in meaning.keywords else meaning.grouped
         out = sdpa(
             context,
             qkv[0],
             qkv[1],
             qkv[2],
-            is_causal=meaning.causal[None if is_causal is None else bool(is_causal)],
+            attn_mask=attn_mask,
+            is_causal=bool(causal),
             scale=values.get("scale"),
             enable_gqa=grouped,
             refusal=refusal,
@@ -245,10 +248,10 @@ def _call_refusal(
                 f"{name}: expected an argument of the module's forward{form.text}, got {name}={shown(value)}; "
                 "leave it out"
             )
-        if name == "attn_mask" and value is not None:
+        if name == "attn_mask" and value is not None and name not in meaning.keywords:
             return UnsupportedError, (
-                f"attn_mask: expected None under ringcp.ContextParallel, got {shown(value)}; pass mask= a ringcp mask "
-                "to ContextParallel"
+                f"attn_mask: expected None under ringcp.ContextParallel, got {shown(value)}, whose effect is not that "
+                "on F.scaled_dot_product_attention; pass mask= a ringcp mask to ContextParallel"
             )
         if name == "dropout_p" and value:
             return UnsupportedError, (

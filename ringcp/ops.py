@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringcp.agreement import Told, agree, signature, slopes_text
 from ringcp.ambient import ambient, layout_around
+from ringcp.attn_mask import Fetching, Reading, mask_text, reading_of, whole_mask
 from ringcp.checks import (
     check_agree,
     check_context_layout,
@@ -59,6 +60,7 @@ def attention_op(
     kv_layout_spec: Tensor | None,
     mask_spec: Tensor,
     alibi_slopes: Tensor | None,
+    attn_mask: Tensor | None,
     dropout_seed: Tensor | None,
     group_name: str,
     mode: str,
@@ -76,8 +78,8 @@ def attention_op(
     also: str,
     refused: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and int64 (8,), what backward has to know: lengths of queries and keys, call, kernel, fingerprint, mode
-    and degree, and the seed of dropout, which is the one that rank 0 drew.
+    """out, lse, and int64 (9,), what backward has to know: lengths of queries and keys, call, kernel, fingerprint, mode
+    and degree, the seed of dropout, which is the one that rank 0 drew, and how attn_mask is read.
     """
     group, state = members(group_name)
     with state.turn:
@@ -103,7 +105,7 @@ def attention_op(
                 known_kv_len = known_length(given_len, given_world, None, state.world_size, "kv_layout")
             factor = default_scale(q) if scale is None else scale
             needs = mask.superset.needs_band, needs_grad, needs_lse_grad
-            more = {"alibi": alibi_slopes is not None, "dropout": dropout_p > 0}
+            more = {"alibi": alibi_slopes is not None, "attn_mask": attn_mask is not None, "dropout": dropout_p > 0}
             chosen = choose(kernel, problem_of(q, k, v, factor, softcap, *needs, mask.explicit, **more))
             if mask.explicit:
                 q_len = _at_least(q, layout_spec, known_len, state)
@@ -120,13 +122,16 @@ def attention_op(
             f"kv_layout={None if kv_layout_spec is None else _layout_text(kv_layout_spec)}; "
             f"mask={mask}; mode={mode}; ulysses_degree={ulysses_degree}; gather_memory={gather_memory}; "
             f"ranks a node={state.ranks_per_node}; kernel={chosen.name}; scale={scale}; softcap={softcap}; "
-            f"alibi_slopes={slopes_text(alibi_slopes)}; dropout_p={dropout_p}; seq_len={seq_len}; agree={agree_when}; "
+            f"alibi_slopes={slopes_text(alibi_slopes)}; attn_mask={mask_text(attn_mask)}; dropout_p={dropout_p}; "
+            f"seq_len={seq_len}; agree={agree_when}; "
             f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; {also}; "
             f"plan={PLAN_VERSION}"
         )  # fmt: skip
         own_seed = 0 if dropout_seed is None else int(dropout_seed)
-        own = Told(q.shape[2], k.shape[2], own_seed) if q.ndim == k.ndim == 4 else Told(0, 0)
-        if agree_when != "context" or known_len is None or (cross and known_kv_len is None) or dropout_p:
+        of_mask = () if attn_mask is None else attn_mask.shape[2:]
+        own = Told(q.shape[2], k.shape[2], own_seed, *of_mask) if q.ndim == k.ndim == 4 else Told(0, 0)
+        unknown = known_len is None or (cross and known_kv_len is None)
+        if agree_when != "context" or unknown or dropout_p or attn_mask is not None:
             told = agree(state, call, words, own, refusal, timeout)
             ranks = range(state.world_size)
         elif refusal is not None:
@@ -139,6 +144,7 @@ def attention_op(
         if kv_layout_spec is not None:
             kv_layout = _rest(kv_layout_spec, known_kv_len, [each.kv for each in told], ranks, state, "k, v")
         check_mask(mask, q, layout, kv_layout)
+        reading = Reading.ALONE if attn_mask is None else reading_of(told, layout, kv_layout or layout)
         context = ambient("context")
         if context is not None:
             context.attended()
@@ -148,14 +154,16 @@ def attention_op(
         used = resolve_mode(mode, ulysses_degree, heads.q, heads.kv, layout.seq_len, *around, mask, q.device.type)
         lens = layout.seq_len, (kv_layout or layout).seq_len
         code = MODES.index(used.mode)
-        seed = told[0].seed
-        facts = host_int64([*lens, call, kernel_index(chosen.name), fingerprint, code, used.ulysses_degree, seed])
+        seed, degree = told[0].seed, used.ulysses_degree
+        facts = host_int64([*lens, call, kernel_index(chosen.name), fingerprint, code, degree, seed, reading])
         if 0 in (q.shape[0], q.shape[1]):
             return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), facts
         with running(state, group, q):
             transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
             sizes = sizes_of(k, v, lens[1], gather_memory)
-            tail = transport, sizes, call, fingerprint, softcap, _extras(alibi_slopes, dropout_p, seed, q)
+            how = Fetching(state.rank, degree, transport, call, fingerprint, "forward")
+            given = None if attn_mask is None else whole_mask(attn_mask, reading, layout, kv_layout or layout, how)
+            tail = transport, sizes, call, fingerprint, softcap, _extras(alibi_slopes, dropout_p, seed, given, q)
             run = make_run(used, layout, kv_layout, mask, heads, state.rank, chosen, factor, *tail)
             out, lse = drive(run.forward(q, k, v))
         return _stored(out, q.dtype), lse.contiguous(), facts
@@ -163,7 +171,7 @@ def attention_op(
 
 @attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q, v.shape[-1]), _lse_like(q), torch.empty(8, dtype=torch.int64, device="cpu")
+    return _like(q, v.shape[-1]), _lse_like(q), torch.empty(9, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("ringcp::attention_backward", mutates_args=())
@@ -179,6 +187,7 @@ def attention_backward_op(
     kv_layout_spec: Tensor | None,
     mask_spec: Tensor,
     alibi_slopes: Tensor | None,
+    attn_mask: Tensor | None,
     facts: Tensor,
     group_name: str,
     gather_memory: int | None,
@@ -190,7 +199,7 @@ def attention_backward_op(
     """dq, dk, dv of the local rows."""
     group, state = members(group_name)
     state.check_usable()
-    seq_len, kv_len, call, index, fingerprint, mode, degree, seed = facts.tolist()
+    seq_len, kv_len, call, index, fingerprint, mode, degree, seed, reading = facts.tolist()
     if 0 in (q.shape[0], q.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     kernel = kernel_at(index)
@@ -199,10 +208,14 @@ def attention_backward_op(
     factor = default_scale(q) if scale is None else scale
     used, heads, mask = Choice(MODES[mode], degree, ""), Heads(q.shape[1], k.shape[1]), _decoded_mask(mask_spec)
     transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
-    extras = _extras(alibi_slopes, dropout_p, seed, q)
-    tail = transport, sizes_of(k, v, kv_len, gather_memory), call, fingerprint, softcap, extras
-    run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, *tail)
+    sizes = sizes_of(k, v, kv_len, gather_memory)
+    how = Fetching(state.rank, degree, transport, call, fingerprint, "backward")
     with running(state, group, q):
+        given = None
+        if attn_mask is not None:
+            given = whole_mask(attn_mask, Reading(reading), layout, kv_layout or layout, how)
+        tail = transport, sizes, call, fingerprint, softcap, _extras(alibi_slopes, dropout_p, seed, given, q)
+        run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, *tail)
         grads = drive(run.backward(dout, dlse, q, k, v, out, lse))
     return tuple(_stored(grad, x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
 
@@ -213,11 +226,11 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: An
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, _, group_name, *_ = inputs
-    memory, scale, softcap, dropout_p, timeout = inputs[11], *inputs[13:16], inputs[18]
+    q, k, v, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, attn_mask, _, group_name, *_ = inputs
+    memory, scale, softcap, dropout_p, timeout = inputs[12], *inputs[14:17], inputs[19]
     out, lse, facts = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, facts)
+    ctx.save_for_backward(q, k, v, out, lse, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, attn_mask, facts)
     ctx.options = (group_name, memory, scale, softcap, dropout_p, timeout)
     ctx.mods = getattr(mask_spec, "mods", ())  # also where hooks keep a copy of the spec
 
@@ -227,7 +240,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tu
     # Whether a rank has an upstream gradient must not decide whether it takes part.
     dout = torch.zeros_like(out) if dout is None else dout
     grads = attention_backward_op(dout, dlse, q, k, v, out, lse, *specs, *ctx.options)
-    return (*grads, *(None,) * 20)
+    return (*grads, *(None,) * 21)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -287,8 +300,8 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _extras(alibi_slopes: Tensor | None, dropout_p: float, seed: int, q: Tensor) -> Extras:
-    return Extras(None if alibi_slopes is None else alibi_slopes.to(q.device), dropout_p, seed)
+def _extras(alibi_slopes: Tensor | None, dropout_p: float, seed: int, attn_mask: Tensor | None, q: Tensor) -> Extras:
+    return Extras(None if alibi_slopes is None else alibi_slopes.to(q.device), dropout_p, seed, attn_mask)
 
 
 def _layout_text(spec: Tensor) -> str:
