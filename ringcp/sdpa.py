@@ -104,16 +104,16 @@ def sdpa(
     `refusal` is what the caller already has against the call.
     """
     refusal = refusal or _refusal(context, query, key, value, enable_gqa)
-    q, k, v, given = query, key, value, None
+    q, k, v = query, key, value
     if refusal is None and attn_mask is not None:
         q, k, v = as_sdpa_casts(q, k, v)
-        given = as_sdpa_casts(attn_mask)[0] if isinstance(attn_mask, Tensor) else attn_mask
-        refusal = mask_refusal(given, q, is_causal)
-        given = as_BHMN(given, q).detach() if refusal is None else None
+        attn_mask = as_sdpa_casts(q, attn_mask)[1] if isinstance(attn_mask, Tensor) else attn_mask
+        refusal = mask_refusal(attn_mask, q, is_causal)
+        attn_mask = as_BHMN(attn_mask, q).detach() if refusal is None else attn_mask
     if refusal is None and query.ndim != 4:
         q, k, v = (_as_BHSD(x) for x in (q, k, v))
     mask = context.causal if is_causal else context.unmasked
-    options = context.options._replace(mask=mask, scale=scale, dropout_p=dropout_p, attn_mask=given)
+    options = context.options._replace(mask=mask, scale=scale, dropout_p=dropout_p, attn_mask=attn_mask)
     out = attend(q, k, v, options, group_name=context.group_name, return_lse=False, refusal=refusal)
     assert isinstance(out, Tensor), "no lse was asked for"
     return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
