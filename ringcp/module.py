@@ -56,9 +56,9 @@ class ContextParallel(ParallelStyle):
 
     Nothing that the forward does is dropped in silence. A module with parameters, buffers or submodules is refused, and
     so is one whose outputs are not those of attention: its forward is tried, when it is applied, on random tensors of
-    the CPU, and is found to be full or causal attention, to take grouped heads, and to honour `is_causal`, `scale` and
-    `enable_gqa`, or not; in a call, whatever else is not its default raises. What shows only beyond 1,031 tokens (a
-    longer window) is not seen, nor an attribute of the module that is changed later.
+    the CPU, and is found to be full or causal attention, to take grouped heads, and to honour `is_causal`, `scale`,
+    `enable_gqa` and `attn_mask`, or not; in a call, whatever else is not its default raises. What shows only beyond
+    1,031 tokens (a longer window) is not seen, nor an attribute of the module that is changed later.
 
     q, k and v may be DTensors over a tensor-parallel mesh without this mesh's ranks, all three sharded alike over heads
     that it divides evenly, or replicated; the output is one too.
@@ -66,7 +66,8 @@ class ContextParallel(ParallelStyle):
     Args:
         mode, ulysses_degree, gather_memory, layout, kv_layout, softcap, alibi_slopes, sinks, kernel, agree, timeout:
             as in `ringcp.attention`. Of heads that are sharded, slopes and sinks are those of this rank.
-        mask: which positions attend to which; a causal forward, or ``is_causal=True``, is intersected with it.
+        mask: which positions attend to which; a causal forward, ``is_causal=True``, or an ``attn_mask`` (see
+            `ringcp.context_parallel`) is intersected with it.
         probe: whether the forward is tried. False says that it is `F.scaled_dot_product_attention` of its q, k, v and
             those of its keywords that it has, with grouped heads if `enable_gqa` is none of them.
 

@@ -229,7 +229,7 @@ def sinks_problem(q: Any, sinks: object) -> str:
 
 _ELSEWHERE = {
     "is_causal": "pass mask=ringcp.Causal()",
-    "attn_mask": "pass mask= a ringcp mask: tensor masks are not supported",
+    "attn_mask": "pass mask= a ringcp mask, such as ringcp.Predicate(...); a tensor goes to SDPA in a context_parallel",
     "enable_gqa": "leave it out: the head counts say it",
     "max_seqlen": "leave it out: cu_seqlens says it",
     "group": "pass mesh= a DeviceMesh, such as DeviceMesh.from_group(group, device_type)",
