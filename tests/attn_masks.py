@@ -10,8 +10,9 @@ from torch import Tensor
 import ringcp
 from ringcp.layout import Layout
 
-# Of keys: (B, S), one for all queries; of rows: (B | 1, H | 1, S, S).
-OF_KEYS = ("keys", "bias of keys", "padding", "least padding")
+# Of keys: (B, S), one for all queries, sharded but for one; of rows: (B | 1, H | 1, S, S).
+ON_EVERY_RANK = "all keys"
+OF_KEYS = ("keys", "bias of keys", "padding", "least padding", ON_EVERY_RANK)
 OF_ROWS = ("rows", "bias of rows", "rows of heads")
 DEAD = 3  # a row of "rows" that attends to nothing
 
@@ -40,8 +41,10 @@ def spread(mask: Tensor) -> Tensor:
     return mask[:, None, None, :] if mask.ndim == 2 else mask
 
 
-def sharded(mask: Tensor, layout: Layout, kv_layout: Layout, rank: int) -> Tensor:
-    """This rank's part: of its keys, or of its rows."""
+def sharded(mask: Tensor, layout: Layout, kv_layout: Layout, rank: int, name: str = "") -> Tensor:
+    """This rank's part: of its keys, or of its rows; or all of it."""
+    if name == ON_EVERY_RANK:
+        return spread(mask)
     return spread(kv_layout.shard(mask, rank, 1) if mask.ndim == 2 else layout.shard(mask, rank, 2))
 
 
@@ -74,7 +77,7 @@ def check_case(mesh, case: Case, name: str, **options) -> list[str]:
     mask = made(name, q.shape[0], q.shape[1], case.seq_len, case.seq_len)
     attends = None if case.mask == "full" else allowed(case.mask, case.seq_len, q.shape[0])
     want = step(lambda q, k, v: by_torch(q, k, v, mask, attends), [q, k, v], upstream)
-    mine = sharded(mask, layout, layout, rank)
+    mine = sharded(mask, layout, layout, rank, name)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with ringcp.context_parallel(

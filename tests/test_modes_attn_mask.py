@@ -29,4 +29,4 @@ def check_all(mesh, mode, degree):
     ],
 )
 def test_exact(worlds, size, mode, degree):
-    assert_none(worlds(size).run(check_all, mode, degree))
+    assert_none(worlds(size).run(check_all, mode, degree, timeout=150))
