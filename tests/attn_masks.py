@@ -88,3 +88,10 @@ def check_case(mesh, case: Case, name: str, **options) -> list[str]:
     got = step(attend, [layout.shard(x, rank, 2) for x in (q, k, v)], layout.shard(upstream, rank, 2))
     want = {key: layout.shard(x, rank, 2) for key, x in want.items()}
     return differences(f"rank {rank} of {mesh.size()}, {name}, {case}", got, want)
+
+
+def tensors(seq_len, *, keys=None, batch=2, heads=4, dtype=torch.float64):
+    """q, k, v and an upstream gradient of whole sequences, the same on every rank."""
+    generator = torch.Generator().manual_seed(seq_len)
+    shapes = (heads, seq_len, 6), (2, keys or seq_len, 6), (2, keys or seq_len, 5), (heads, seq_len, 5)
+    return [torch.randn(batch, *s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
