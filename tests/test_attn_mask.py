@@ -273,7 +273,7 @@ def check_compiled(mesh):
 
 
 def test_compiled_and_recomputed(worlds):
-    worlds(2).run(check_compiled)
+    worlds(2).run(check_compiled, timeout=150)
 
 
 class Attend(nn.Module):
