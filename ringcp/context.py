@@ -82,7 +82,11 @@ def context_parallel(
             there are a mask and buffers to say how long the sequence is, otherwise head-tail.
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
             Say here all that the calls leave out, so that the work is balanced by it: ``Documents(...) & Causal()``.
-            None: as each call says; it is refused if a buffer looks like the position ids of packed documents.
+            None: as each call says; it is refused if a buffer looks like the position ids of packed documents. An
+            ``attn_mask`` of a call, bool or added to the scores, holds beside it. Its last two dims are (1, this rank's
+            keys), as of a padding mask that is a buffer, or (this rank's rows or 1, all keys in their order); others
+            raise, but for a rank alone. A row that sees no key, or only numbers beside which no score shows
+            (``torch.finfo(dtype).min``), is 0. Such a call always votes; kernels: "sdpa_flash_cpu" and "reference".
         softcap, alibi_slopes: as in `ringcp.attention`, in every call of the body.
         kernel: as in `ringcp.attention`. A call with ``dropout_p`` above 0 raises unless it is "reference", the one
             kernel with dropout; which weights a call drops depends on the seed and not on the number of ranks.

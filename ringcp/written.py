@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringcp.kernels.pairwise import Alibi, Dropout
+from ringcp.kernels.pairwise import Alibi, AttnMask, Dropout
 from ringcp.layout import Span
 from ringcp.lower import Call
 from ringcp.mask import Mask
@@ -23,11 +23,14 @@ class Extras(NamedTuple):
     """What an attention call does to pairs beside masking them.
 
     alibi_slopes: (Hq,) or (B, Hq) of all query heads, fp32, or None. dropout_p, seed: of dropout; p = 0 is none.
+    attn_mask: (B | 1, Hq | 1, rows | 1, S) of bool or floating, of all keys and of the rows that this rank computes, in
+        their order; or None.
     """
 
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
     seed: int = 0
+    attn_mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ class Written:
 
     @property
     def empty(self) -> bool:
-        return not self.mask.explicit and self.extras.alibi_slopes is None and self.extras.dropout_p == 0
+        extras = self.extras
+        unbiased = extras.alibi_slopes is None and extras.attn_mask is None
+        return not self.mask.explicit and unbiased and extras.dropout_p == 0
 
     def of_step(self, step: Step, q: Tensor) -> WrittenStep:
         """For calls of local queries (B, Hq, S, D) on the block in hand in a step."""
@@ -68,17 +73,21 @@ class WrittenStep:
     heads: int
 
     def keywords(self, call: Call) -> dict[str, Any]:
-        """The keywords of a kernel that there are: `allowed`, in its band or outside, `alibi`, `dropout`."""
+        """The keywords of a kernel that there are: `allowed`, in its band or outside, `alibi`, `attn_mask`,
+        `dropout`.
+        """
         first, (start, stop) = self.of.first_head, call.q_heads or (0, self.heads)
         batch, heads = call.batch or (0, self.batch), (first + start, first + stop)
         rows, keys = self.rows[slice(*call.q)], self.keys[slice(*call.k)]
-        slopes, dropout_p, seed = self.of.extras
+        slopes, dropout_p, seed, attn_mask = self.of.extras
         found: dict[str, Any] = {}
         if self.of.mask.explicit:
             found["allowed"] = self.of.mask.written(rows, keys, batch, heads)
         if slopes is not None:
             of_rows = slopes[slice(*batch)] if slopes.ndim == 2 else slopes[None]
             found["alibi"] = Alibi(of_rows[:, slice(*heads)], rows, keys)
+        if attn_mask is not None:
+            found["attn_mask"] = AttnMask(attn_mask, keys).of(batch, heads, call.q)
         if dropout_p:
             of_batch, of_heads = (torch.arange(*each, device=rows.device) for each in (batch, heads))
             found["dropout"] = Dropout(dropout_p, seed, of_batch, of_heads, rows, keys)
