@@ -190,7 +190,7 @@ def _forward(
         form=call.form,
         scale=job.scale,
         softcap=job.softcap,
-        **({} if written is None else written.keywords(call)),
+        **({} if written is None else written.keywords(call, job.kernel.caps.functions)),
     )
     return [(call, out, lse)]
 
@@ -224,7 +224,7 @@ def _backward(
         form=call.form,
         scale=job.scale,
         softcap=job.softcap,
-        **({} if written is None else written.keywords(call)),
+        **({} if written is None else written.keywords(call, job.kernel.caps.functions)),
     )
     return [(call, dq)], [(call, dk, dv)]
 

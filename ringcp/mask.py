@@ -17,7 +17,7 @@ from torch import Tensor
 from ringcp.band import Band, Range
 from ringcp.errors import ArgumentError
 from ringcp.layout import Span
-from ringcp.mask_mods import named, rectangles
+from ringcp.mask_mods import MaskMod, named, rectangles
 from ringcp.mask_nodes import (
     AndNode,
     BlocksNode,
@@ -96,6 +96,11 @@ class Mask:
     def explicit(self) -> bool:
         """Whether `pieces` hold more than the allowed pairs, since functions say which of them are."""
         return bool(self._node.mods)
+
+    @cached_property
+    def conjunction(self) -> tuple[MaskMod, ...]:
+        """The functions that all have to allow a pair of its pieces, if that is the mask; none of what ``|`` makes."""
+        return _conjunction(self._node)
 
     @cached_property
     def superset(self) -> Mask:
@@ -330,6 +335,13 @@ def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, n
     """
     mod, blocks = named(fn, name), rectangles(fn)
     return Mask(PredicateNode(mod) if blocks is None else BlockMaskNode(mod, BlocksNode(_shared(blocks))))
+
+
+def _conjunction(node: Node) -> tuple[MaskMod, ...]:
+    if isinstance(node, AndNode):
+        sides = [_conjunction(side) for side in (node.a, node.b) if side.mods]
+        return tuple(mod for side in sides for mod in side) if all(sides) else ()
+    return node.mods if isinstance(node, (PredicateNode, BlockMaskNode)) else ()
 
 
 def _edges_of_lengths(lengths: list[int]) -> tuple[int, ...]:
