@@ -17,8 +17,8 @@ Nout own rows that go, where those that go to several ranks count once; backward
 in the accumulator's dtype, for the sum over the block, its parts that go and the Nback rows that come, one for each row
 and rank that has needed it, beside N R for the N own rows and dq. With a full mask Nback = Nin = Ng - N and Nout = N.
 
-A mask that functions say costs a bool for each row and key of one call, for each head and batch row if they differ;
-the bias of ALiBi in "sdpa_flash_cpu" is made for some rows at a time.
+A mask that functions say costs a bool for each row and key of one call, for each head and batch row if they differ,
+unless "flex" compiles it in; the bias of ALiBi in "sdpa_flash_cpu" is made for some rows at a time.
 Calls that share a launch are packed: their rows of q, k and v once more, in backward also of dout, out and lse.
 """
 

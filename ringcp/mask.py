@@ -322,7 +322,8 @@ def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, n
     Work is planned, moved and balanced for what it is combined with: ``Predicate(fn) & Causal()`` computes as much as
     ``Causal()``, alone it is as dear as full attention, but for a `BlockMask`, whose empty blocks are neither computed
     nor moved. Each kernel call gets its part written out, evaluated anew in forward and backward, rows times keys of
-    bools (times heads and batch if `fn` looks at them).
+    bools (times heads and batch if `fn` looks at them); but kernel "flex", on a GPU, compiles `fn` in and skips blocks
+    where nothing attends, if `fn` computes pointwise and looks up in tensors, and if ``&`` combines it.
 
     Make it outside of compiled code. Ranks agree on the name alone: give different functions different names.
 

@@ -33,6 +33,8 @@ STANDIN = Flex(flex_attention, None)
 # torch's own function, traced by Dynamo as on a GPU, then run by matmuls in place of Triton's kernels.
 TRACED = Flex(None, "eager")
 INF = float("inf")
+# Of Dynamo's own code.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +46,6 @@ def fresh():
 def torchs_own(monkeypatch):
     """torch refuses gradients on the CPU, where it has them all the same."""
     monkeypatch.setattr(torchs, "_validate_device", lambda *tensors: None)
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 
 
 def merged(q, k, v, dlse, how, seed=0):
@@ -213,6 +214,7 @@ def test_the_stand_in_has_the_signature_of_torch():
     )
 
 
+@pytest.mark.timeout(175)
 @pytest.mark.parametrize("kernel", [STANDIN, TRACED], ids=["stand-in", "torch"])
 @pytest.mark.parametrize(
     "case", [(33, 70, Form(lo=-37), None, 1.5, 1), (40, 131, Form(), "bh", None, None)], ids=["band", "mask"]
@@ -222,6 +224,7 @@ def test_torchs_own_function_has_these_conventions(torchs_own, kernel, case):
     compare(kernel, *case)
 
 
+@pytest.mark.timeout(175)
 def test_other_lengths_are_no_other_kind(torchs_own):
     compare(TRACED, 131, 40, Form(hi=95), "h", None, None)
     kinds = flex._compiled.cache_info().currsize
@@ -248,18 +251,40 @@ def test_other_tensors_in_the_same_functions_do_not_compile_anew(torchs_own):
     assert flex._compiled.cache_info().currsize <= flex._compiled.cache_info().maxsize
 
 
-def test_functions_of_other_code_are_other_kinds(torchs_own):
-    """torch compiles a function eight times and then no more."""
-    torch._dynamo.reset()
-    q, k, v, *_ = operands(6, 6)
+def test_functions_of_other_code_are_other_kinds():
+    """torch compiles a function so many times and then no more, or raises."""
     at = torch.arange(2), torch.arange(4), torch.arange(6), torch.arange(6)
-    for i in range(2, 12):
-        function = eval(f"lambda b, h, q, k: (q + k) % {i} != 0")
-        fused = Allowed((function,), False, False, *at)
-        got = TRACED.forward(q, k, v, form=Form(), scale=SCALE, allowed=fused)
-        pairs = function(0, 0, at[2][:, None], at[3])[None, None]
-        for x, y in zip(got, Reference().forward(q, k, v, form=Form(), scale=SCALE, allowed=pairs), strict=True):
-            assert_close(x, y)
+    for i in range(2, 5):
+        fused = Allowed((eval(f"lambda b, h, q, k: (q + k) % {i} != 0"),), False, False, *at)
+        mask_mod = flex._mask_mod(Form(), fused, torch.device("cpu"))
+        make = TRACED._compiled(flex._blocks, tuple(flex._codes(mask_mod)))
+        with torch._dynamo.config.patch(recompile_limit=1):
+            blocks = make(mask_mod, 6, 6, 1, 1, torch.device("cpu"))
+        want = (at[2][:, None] + at[3]) % i != 0
+        assert torch.equal(blocks.mask_mod(at[0][0], at[1][0], at[2][:, None], at[3]), want)
+
+
+@pytest.mark.timeout(175)
+def test_masks_and_biases_become_fused_code():
+    """What Dynamo hands on, lowered by inductor: on the CPU to C++, forward alone and without the lse."""
+    m, n = 300, 260
+    q, k, v, *_ = operands(m, n, dims=(16, 16), dtype=torch.float32)
+    at = torch.arange(3, 5), torch.arange(4, 8), torch.arange(m) * 2 + 5, torch.arange(n) * 2
+    ids = torch.arange(700) // 30
+    function = lambda b, h, q, k: (ids[q] == ids[k]) | ((h == 5) & (k % 3 == 0))  # noqa: E731
+    alibi = Alibi(torch.rand(2, 4), *at[2:])
+    mask_mod = flex._mask_mod(Form(lo=-20), Allowed((function,), False, True, *at), q.device)
+    with torch.no_grad():
+        blocks = Flex()._compiled(flex._blocks, (test_masks_and_biases_become_fused_code,))(
+            mask_mod, m, n, 1, 4, q.device
+        )
+        out = torch.compile(torchs.flex_attention, fullgraph=True)(
+            q, k, v, score_mod=flex._score_mod(2.0, alibi), block_mask=blocks, scale=SCALE, enable_gqa=True
+        )
+    pairs = function(0, at[1][:, None, None], at[2][:, None], at[3])[None]
+    want, _ = Reference().forward(q, k, v, form=Form(lo=-20), scale=SCALE, softcap=2.0, allowed=pairs, alibi=alibi)
+    assert (out - want).abs().max() < 1e-5
+    assert blocks.to_dense().unique().tolist() == [0, 1], "some blocks are empty"
 
 
 # --- inside the registered op, with what is around it
