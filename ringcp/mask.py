@@ -17,7 +17,7 @@ from torch import Tensor
 from ringcp.band import Band, Range
 from ringcp.errors import ArgumentError
 from ringcp.layout import Span
-from ringcp.mask_mods import named, rectangles
+from ringcp.mask_mods import MaskMod, named, rectangles
 from ringcp.mask_nodes import AndNode, CausalNode, ChunkedNode, FullNode, OrNode, WindowNode
 from ringcp.mask_spec import decode, encode
 from ringcp.node import Indices, Node, Pair, Sizes
@@ -86,6 +86,11 @@ class Mask:
     def explicit(self) -> bool:
         """Whether `pieces` hold more than the allowed pairs, since functions say which of them are."""
         return bool(self._node.mods)
+
+    @cached_property
+    def conjunction(self) -> tuple[MaskMod, ...]:
+        """The functions that all have to allow a pair of its pieces, if that is the mask; none of what ``|`` makes."""
+        return _conjunction(self._node)
 
     @cached_property
     def superset(self) -> Mask:
@@ -303,8 +308,9 @@ def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, n
     Work is planned, moved and balanced for what it is combined with: ``Predicate(fn) & Causal()`` computes as much as
     ``Causal()``, alone it is as dear as full attention, but for a `BlockMask`, whose empty blocks are neither computed
     nor moved. Each kernel call gets its part written out, evaluated anew in forward and backward, rows times keys of
-    bools (times heads and batch if `fn` looks at them); so tensors that it captures stay as they are until backward is
-    done, and one that is seen to have been written to raises there.
+    bools (times heads and batch if `fn` looks at them); but kernel "flex", on a GPU, compiles `fn` in and skips blocks
+    where nothing attends, if `fn` computes pointwise and looks up in tensors, and if ``&`` combines it. So tensors that
+    it captures stay as they are until backward is done; one that is seen to have been written to raises there.
 
     Make it outside of compiled code. Ranks agree on the name alone: give different functions different names.
 
@@ -317,6 +323,13 @@ def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, n
     """
     mod, blocks = named(fn, name), rectangles(fn)
     return Mask(PredicateNode(mod) if blocks is None else BlockMaskNode(mod, BlocksNode(_shared(blocks))))
+
+
+def _conjunction(node: Node) -> tuple[MaskMod, ...]:
+    if isinstance(node, AndNode):
+        sides = [_conjunction(side) for side in (node.a, node.b) if side.mods]
+        return tuple(mod for side in sides for mod in side) if all(sides) else ()
+    return node.mods if isinstance(node, (PredicateNode, BlockMaskNode)) else ()
 
 
 def _edges_of_lengths(lengths: list[int]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringcp.band import Range
 from ringcp.errors import ArgumentError
-from ringcp.vectorize import vectorized
+from ringcp.vectorize import is_pointwise, vectorized
 
 # As many pairs are evaluated at a time: a function makes a few int64 tensors of them.
 _PAIRS = 1 << 24
@@ -64,6 +64,11 @@ class MaskMod:
         one, two = (torch.zeros(n, dtype=torch.int64, device=device) for n in (1, 2))
         sizes = self._evaluated(two, two, one, one).shape
         return sizes[0] > 1, sizes[1] > 1
+
+    def pointwise(self, device: torch.device) -> bool:
+        """Whether a kernel that is compiled for it can evaluate it."""
+        with torch.no_grad():
+            return is_pointwise(self.fn, device)
 
     def probe(self, batch: int, heads: int, q_len: int, k_len: int, device: torch.device) -> None:
         """Evaluate it at the corners of a call.

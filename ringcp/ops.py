@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcp.agreement import Told, agree, signature, slopes_text
-from ringcp.ambient import ambient, layout_around
+from ringcp.ambient import ambience, ambient, layout_around
 from ringcp.attn_mask import Fetching, Reading, mask_text, reading_of, whole_mask
 from ringcp.checks import (
     check_agree,
@@ -348,12 +348,14 @@ def _decoded_mask(spec: Tensor) -> Mask:
 
 @contextmanager
 def running(state: GroupState, group: dist.ProcessGroup | None, q: Tensor) -> Iterator[None]:
-    """Around a run: kernels see no autocast, and a failure breaks the group, since peers wait for its transfers."""
+    """Around a run: kernels see no autocast and no context, whose attention they are not, and a failure breaks the
+    group, since peers wait for its transfers.
+    """
     try:
         if group is not None and q.is_cuda and not state.warm and state.world_size > 1:
             warm_up(group, q.device)
             state.warm = True
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False), ambience("context", None):
             yield
     except BaseException as error:
         state.break_off(error)

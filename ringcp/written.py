@@ -1,17 +1,18 @@
-"""What a plan leaves to say of the pairs of a call, written out for one kernel call at a time from the positions of its
-rows and keys: masks that functions say, ALiBi, dropout.
+"""What a plan leaves to say of the pairs of a call, made for one kernel call at a time from the positions of its rows
+and keys: masks that functions say, ALiBi, dropout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringcp.kernels.pairwise import Alibi, AttnMask, Dropout
+from ringcp.kernels.pairwise import Alibi, Allowed, AttnMask, Dropout
 from ringcp.layout import Span
 from ringcp.lower import Call
 from ringcp.mask import Mask
@@ -72,9 +73,11 @@ class WrittenStep:
     batch: int
     heads: int
 
-    def keywords(self, call: Call) -> dict[str, Any]:
+    def keywords(self, call: Call, functions: bool) -> dict[str, Any]:
         """The keywords of a kernel that there are: `allowed`, in its band or outside, `alibi`, `attn_mask`,
         `dropout`.
+
+        functions: whether the kernel takes masks as functions, where they are such that it can.
         """
         first, (start, stop) = self.of.first_head, call.q_heads or (0, self.heads)
         batch, heads = call.batch or (0, self.batch), (first + start, first + stop)
@@ -82,7 +85,11 @@ class WrittenStep:
         slopes, dropout_p, seed, attn_mask = self.of.extras
         found: dict[str, Any] = {}
         if self.of.mask.explicit:
-            found["allowed"] = self.of.mask.written(rows, keys, batch, heads)
+            if functions and self._fused is not None:
+                of_batch, of_heads = (torch.arange(*each, device=rows.device) for each in (batch, heads))
+                found["allowed"] = Allowed(*self._fused, of_batch, of_heads, rows, keys)
+            else:
+                found["allowed"] = self.of.mask.written(rows, keys, batch, heads)
         if slopes is not None:
             of_rows = slopes[slice(*batch)] if slopes.ndim == 2 else slopes[None]
             found["alibi"] = Alibi(of_rows[:, slice(*heads)], rows, keys)
@@ -92,6 +99,17 @@ class WrittenStep:
             of_batch, of_heads = (torch.arange(*each, device=rows.device) for each in (batch, heads))
             found["dropout"] = Dropout(dropout_p, seed, of_batch, of_heads, rows, keys)
         return found
+
+    @cached_property
+    def _fused(self) -> tuple[tuple[Callable[..., Any], ...], bool, bool] | None:
+        """The functions for a kernel that takes them, and on what they depend; None if it cannot. Asked in each step:
+        what a function does may change with what it captures.
+        """
+        mods, device = self.of.mask.conjunction, self.rows.device
+        if not mods or not all(mod.pointwise(device) for mod in mods):
+            return None
+        by_row, by_head = (any(which) for which in zip(*(mod.depends(device) for mod in mods), strict=True))
+        return tuple(mod.fn for mod in mods), by_row, by_head
 
 
 def _positions(spans: Sequence[Span], device: torch.device) -> Tensor:

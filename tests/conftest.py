@@ -66,6 +66,7 @@ MATRIX = (
     "test_support",
     "test_gather",
     "test_predicate",
+    "test_flex",
     "test_bench_suite",
     "test_gpu_check",
     "test_parity",

@@ -14,8 +14,22 @@ import pytest
 import torch
 from kernel_standins import cudnn_forward, efficient_forward, flash_forward
 
+import ringcp
 from benchmarks import gpu_check
-from benchmarks.gpu import bench, clock, exactness, facts, machine, one_rank, peaks, plan, runner, speed, table
+from benchmarks.gpu import (
+    bench,
+    clock,
+    exactness,
+    facts,
+    functions,
+    machine,
+    one_rank,
+    peaks,
+    plan,
+    runner,
+    speed,
+    table,
+)
 from benchmarks.gpu.bench import Bench, Found, Orders, Row, Skipped
 from ringcp.kernels.registry import KERNELS
 from ringcp.kernels.sdpa_cudnn import SdpaCudnn
@@ -209,6 +223,17 @@ def test_a_wrong_kernel_is_found(monkeypatch):
     assert "causal, 4 ranks: out: error" in rows[0].detail
 
 
+def test_a_wrong_kernel_of_functions_is_found(monkeypatch):
+    right = functions.in_process
+    monkeypatch.setattr(
+        functions, "in_process", lambda *x, mask, **options: right(*x, mask=mask & ringcp.Window(30), **options)
+    )
+    rows = []
+    monkeypatch.setattr(functions, "CASES", functions.CASES[:1])
+    functions.functions(bench_here(rows), "sdpa_flash_cpu")
+    assert [(row.name, row.status) for row in rows] == [("predicate, exact", "wrong"), ("predicate, one call", "info")]
+
+
 def test_other_bits_are_found(monkeypatch):
     right, noise = exactness.in_process, iter((0.0, 1e-2))
     monkeypatch.setattr(exactness, "in_process", lambda q, k, v, **options: right(q, k, v, **options) + next(noise))
@@ -382,7 +407,11 @@ def test_facts_that_hold_on_a_cpu():
 
 
 WRITTEN = {
-    "a": [("a sdpa_flash_cpu", "usp bf16"), ("a reference", "ring two runs, deterministic")],
+    "a": [
+        ("a sdpa_flash_cpu", "usp bf16"),
+        ("a reference", "ring two runs, deterministic"),
+        *(("a functions", f"{case.name}, {what}") for case in functions.CASES for what in ("exact", "one call")),
+    ],
     "machine b c": [
         ("machine", "device"),
         *(("b speed", f"sdpa_flash_cpu 64 tokens x 2: {mode}") for mode in speed.TIMED_MODES),

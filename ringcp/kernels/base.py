@@ -23,7 +23,7 @@ class Problem:
 
     needs_band: whether calls may have two edges, or one that is not causal.
     needs_lse_grad: whether a gradient through the lse may come.
-    explicit: whether calls come with masks of any pairs, written out.
+    explicit: whether calls come with masks of any pairs, written out or as functions.
     alibi: whether calls come with slopes of ALiBi. attn_mask: whether with what an `attn_mask` adds. dropout: whether
         with dropout.
     softcap: scaled scores become ``softcap * tanh(score / softcap)`` before they are masked; None leaves them.
@@ -120,7 +120,7 @@ class Kernel(Protocol):
         """out (B, Hq, M, Dv) in q's dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64 inputs).
 
         allowed: bool, broadcastable to (B, Hq, M, N): of the pairs of the form, those that attend; None for all. A row
-            that attends to nothing here has out 0 and lse -inf.
+            that attends to nothing here has out 0 and lse -inf. If the caps say `functions`, it may be an `Allowed`.
         """
         ...
 

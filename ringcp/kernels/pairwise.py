@@ -1,12 +1,14 @@
-"""What positions say of each pair of a call: its distance, for ALiBi, what an attn_mask holds of it, and whether
-dropout keeps it.
+"""What is said of each pair of a call: its distance, for ALiBi, what an attn_mask holds of it, whether functions allow
+it, and whether dropout keeps it.
 
 Shapes: B batch, Hq query heads, M query rows, N keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,6 +84,24 @@ class AttnMask:
         """That of some rows and keys."""
         values = self.values[:, :, rows] if self.values.shape[2] > 1 else self.values
         return AttnMask(values, self.keys[keys])
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Which pairs attend: those that all functions allow.
+
+    functions: mask_mods of FlexAttention, of single numbers among those of the whole call, which compute pointwise and
+        look up in tensors. by_row, by_head: whether any of them depends on the batch row, and on the query head.
+    batch: (B,), heads: (Hq,), rows: (M,), keys: (N,): these numbers of the call's own rows, heads and keys; int64.
+    """
+
+    functions: tuple[Callable[..., Any], ...]
+    by_row: bool
+    by_head: bool
+    batch: Tensor
+    heads: Tensor
+    rows: Tensor
+    keys: Tensor
 
 
 @dataclass(frozen=True)
