@@ -162,7 +162,7 @@ CALLS = {
     "kernel": (
         option(kernel="flash9"),
         U,
-        ["kernel='flash9'", "expected one of auto, flash3, flash4, flash2, sdpa, reference", 'kernel="auto"'],
+        ["kernel='flash9'", "expected one of auto, flash3, flash4, flash2, sdpa, flex, reference", 'kernel="auto"'],
     ),
     "kernel type": (option(kernel=torch.matmul), A, ["kernel", "expected a word"]),
     "kernel that cannot": (

@@ -319,7 +319,7 @@ def check_around(mesh, how):
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         patch.setattr(torchs, "_validate_device", lambda *tensors: None)
         for name in ("choose", "kernel_at"):
-            patch.setattr(sys.modules["ringcp.ops"], name, lambda *_: TRACED)
+            patch.setattr(sys.modules["ringcp.call"], name, lambda *_: TRACED)
         if "context" in how:
             with ringcp.context_parallel(mesh, mask=mask, layout=layout):
                 out, *got = run(attend)
