@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ringcp
 from benchmarks.checks import Rows, compare, results_at, sampled
-from benchmarks.providers import PROVIDERS, Attention, Setting
+from benchmarks.providers import PROVIDERS, Attention, Provider, Setting
 from benchmarks.suite import BARE
 from benchmarks.usage import Span, Usage, spans, usage_of
 
@@ -33,6 +33,7 @@ class Entrant:
     """A provider in a mode, in one case, with this rank's tensors; none on a rank that only waits.
 
     companion: what it is there for, of the words in `benchmarks/suite.py`; empty for those that are compared.
+    single_process: as the provider's.
     """
 
     provider: str
@@ -41,6 +42,7 @@ class Entrant:
     tensors: list[Tensor]
     layout: ringcp.Layout | None
     companion: str = ""
+    single_process: bool = False
 
     @property
     def waits(self) -> bool:
@@ -53,10 +55,6 @@ class Entrant:
     def backward(self, out: Any) -> Any:
         *inputs, grad = self.tensors
         return torch.autograd.grad(out, inputs, grad)
-
-    @property
-    def single_process(self) -> bool:
-        return PROVIDERS[self.provider].single_process
 
 
 @dataclass(frozen=True)
@@ -113,12 +111,26 @@ class Breakdown:
         return self.seconds - self.compute_s - self.wait_s
 
 
-class Harness:
-    """The ranks of one launch. Every method is collective."""
+class Checked(NamedTuple):
+    """One call of a provider against the reference: what is wrong, empty if nothing is, and the seconds of the call on
+    the slowest rank. The last two are the same on every rank.
+    """
 
-    def __init__(self, device: str, threads: int) -> None:
+    entrant: Entrant
+    problem: str
+    seconds: float
+
+
+class Harness:
+    """The ranks of one launch. Every method is collective.
+
+    providers: those that can be asked for, by name.
+    """
+
+    def __init__(self, device: str, threads: int, providers: Mapping[str, Provider] = PROVIDERS) -> None:
         self.device = device
         self.threads = threads
+        self.providers = providers
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # A group of its own on gloo, whose waiting ranks sleep: 6 ms of CPU in 2 s. NCCL's would spin.
         self._control = dist.new_group(backend="gloo")
@@ -128,52 +140,55 @@ class Harness:
 
     def threads_of(self, provider: str) -> int:
         """Threads of each process that computes."""
-        return self.baseline_threads if PROVIDERS[provider].single_process else self.threads
+        return self.baseline_threads if self.providers[provider].single_process else self.threads
 
     def entrant(self, provider: str, setting: Setting) -> Entrant:
         """Prepares a provider: its function, and this rank's part of the tensors."""
-        if self.rank >= (1 if PROVIDERS[provider].single_process else setting.mesh.size()):
-            return Entrant(provider, setting.mode, _absent, [], None)
-        prepared = PROVIDERS[provider].prepare(setting)
+        single = self.providers[provider].single_process
+        if self.rank >= (1 if single else setting.mesh.size()):
+            return Entrant(provider, setting.mode, _absent, [], None, single_process=single)
+        prepared = self.providers[provider].prepare(setting)
         tensors = setting.case.tensors(self.device)
         if prepared.layout is not None:
             tensors = [prepared.layout.shard(x, self.rank, 2) for x in tensors]
         tensors = [x.requires_grad_(i < 3) for i, x in enumerate(tensors)]
         mode = f"{setting.mode}: {prepared.meant}" if prepared.meant else setting.mode
-        return Entrant(provider, mode, prepared.attention, tensors, prepared.layout)
+        return Entrant(provider, mode, prepared.attention, tensors, prepared.layout, single_process=single)
 
     def admit(self, provider: str, setting: Setting) -> Entrant | str:
         """Prepares a provider, and holds it against the reference: in a small case of this kind, then by rows in the
         case itself, which is a first call and warms up. Or what is wrong with its out, dq, dk or dv.
         """
-        problem = self._checked(provider, replace(setting, case=setting.case.small()), by_rows=False)[1]
+        problem = self.checked(provider, replace(setting, case=setting.case.small()), by_rows=False).problem
         if problem:
             return problem
-        entrant, problem = self._checked(provider, setting, by_rows=True)
+        entrant, problem, _ = self.checked(provider, setting, by_rows=True)
         return problem or entrant
 
-    def _checked(self, provider: str, setting: Setting, by_rows: bool) -> tuple[Entrant, str]:
-        """A provider, and what is wrong with one call of it; the latter is the same on every rank."""
+    def checked(self, provider: str, setting: Setting, *, by_rows: bool) -> Checked:
+        """Prepares a provider, and holds one call of it against the reference, in all rows or in some."""
         case = setting.case
         rows = sampled(case) if by_rows else None
         entrant = Entrant(provider, setting.mode, _absent, [], None)
-        found, error = None, ""
+        found, error, seconds = None, "", 0.0
         try:
             entrant = self.entrant(provider, setting)
             if not entrant.waits:
                 with self._cores(entrant):
+                    start = self._now()
                     found = results_at(rows, entrant.attention, entrant.tensors, entrant.layout, self.rank)
+                    seconds = self._now() - start
         except Exception as raised:
             error = f"rank {self.rank} raised {type(raised).__name__}: {raised}"
-        by_rank: list[tuple[Rows | None, str]] = [(None, "")] * self.world_size
-        dist.all_gather_object(by_rank, (found, error), group=self._control)
-        errors = [error for _, error in by_rank if error]
+        by_rank: list[tuple[Rows | None, str, float]] = [(None, "", 0.0)] * self.world_size
+        dist.all_gather_object(by_rank, (found, error, seconds), group=self._control)
+        errors = [error for _, error, _ in by_rank if error]
         verdict = [errors[0] if errors else ""]
         if self.rank == 0 and not errors:
             with self._all_cores():
-                verdict = [compare(case, rows, [found for found, _ in by_rank if found is not None], self.device)]
+                verdict = [compare(case, rows, [found for found, *_ in by_rank if found is not None], self.device)]
         dist.broadcast_object_list(verdict, src=0, group=self._control)
-        return entrant, verdict[0]
+        return Checked(entrant, verdict[0], max(seconds for *_, seconds in by_rank))
 
     def same(self, value: float) -> float:
         """Rank 0's value, on every rank."""
@@ -212,7 +227,8 @@ class Harness:
             steps = [step for step in recorder.steps if step.direction.startswith(direction)]
             sizes.append((sum(s.bytes_sent for s in steps), sum(s.bytes_received for s in steps)))
         name = f"{BARE} {entrant.mode}"
-        return Transfers(entrant.provider, name, _absent, entrant.tensors, None, BARE, (sizes[0], sizes[1]))
+        sent_and_received = sizes[0], sizes[1]
+        return Transfers(entrant.provider, name, _absent, entrant.tensors, None, BARE, sizes=sent_and_received)
 
     def rounds(
         self, entrants: Sequence[Entrant], *, warmup: int, rounds: int, progress: Callable[[], None]
