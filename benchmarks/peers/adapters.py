@@ -29,8 +29,8 @@ from benchmarks.cases import Case, document_lengths
 from benchmarks.peers.rows import Rows, in_each_document
 from benchmarks.providers import Attention, Prepared, Provider, Setting
 
-# What a rank waits for one that raised, in a library that says nothing to its peers.
-PATIENCE = timedelta(minutes=2)
+# What a rank waits for one that raised, in a library that says nothing to its peers; less than a call may take.
+PATIENCE = timedelta(seconds=45)
 _NO_WINDOW = -1, -1
 _MOST_SCORES = 2**30
 
