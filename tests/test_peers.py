@@ -294,11 +294,11 @@ def test_who_is_wrong_far_slower_or_refuses_is_not_called_in_the_case_itself(wor
     assert said["broken"] == ("failed", "rank 0 raised RuntimeError: no such kernel")
     assert by_name["wrong"].verdict == "wrong"
     assert by_name["late"].verdict == "slow"
-    # In a small case, a quarter of the length, all of it, one round, and once for the memory.
-    assert calls == {"right": [128, 512, 2048, 2048, 2048], "late": [128, 512], "wrong": [128]}
+    # In a small case, a quarter of the length (twice if it was slow), all of it, one round, and once for the memory.
+    assert calls == {"right": [128, 512, 2048, 2048, 2048], "late": [128, 512, 512], "wrong": [128]}
     row = by_name["late"].rows("a title", Origin("2", "a cpu", "abc", "python"))
     assert [(r.metric, r.median > 2000) for r in row] == [("slow", True)]
-    assert re.match(r"ms in one call of causal fp32 B1 H1 D16 S1024, \d+ times ringcp's \d+; not called", row[0].unit)
+    assert re.match(r"ms a call of causal fp32 B1 H1 D16 S1024, \d+ times ringcp's \d+: left out", row[0].unit)
 
 
 def hurried(mesh):
@@ -328,6 +328,8 @@ for what in ("checking", "round 1", "round 2"):
             time.sleep(60) if sys.argv[4] == "hangs" else sys.exit(3)
         done = modes[: modes.index(name) + 1] if what == "round 1" else modes if what == "round 2" else []
         record.write([Result("case", n, "ring", [[1.0] * 3], [[1.0] * 3]) for n in done] + settled)
+record.begin("", "", "done")
+sys.exit(sys.argv[2] == "end")
 """
 
 
@@ -349,6 +351,14 @@ def test_a_mode_that_hangs_or_ends_its_process_costs_itself(tmp_path, who, when,
     reason = "it took more than 3 s" if how == "hangs" else "the launch failed with status 3"
     assert late == Result("case", "b", "ring", verdict="failed", problem=f"{when}: {reason}")
     assert len((tmp_path / "launches").read_text()) == launches
+
+
+def test_a_launch_that_fails_after_all_calls_costs_nothing(tmp_path):
+    record = Record(tmp_path)
+    command = [sys.executable, "-c", LAUNCH, str(tmp_path), "end", "", ""]
+    assert not run_case("case", command, record, patience=9)
+    assert [r.provider for r in record.results()] == ["ringcp", "a", "b", "c"]
+    assert not any(r.verdict for r in record.results())
 
 
 def test_a_case_without_ringcp_says_why(tmp_path):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
-from benchmarks.peers.record import Record
+from benchmarks.peers.record import DONE, Record
 from benchmarks.peers.results import FAILED, OURS, Result
 from benchmarks.providers import BASELINE
 
@@ -16,6 +15,7 @@ from benchmarks.providers import BASELINE
 _START_S = 300.0
 # What torchrun and its ranks may take to end.
 _END_S = 60.0
+_TICK_S = 1.0
 # What torchrun, torch, its profiler and transformers would say about each rank.
 _QUIET: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
@@ -36,11 +36,14 @@ def run_case(name: str, command: Sequence[str], record: Record, patience: float)
     in the record, also when this raises.
 
     A launch that fails, or is longer than `patience` seconds at one call, costs the mode whose call it was. If a round
-    had begun the case ends there, with what was timed; else the others are launched again.
+    had begun the case ends there, with what was timed; else the others are launched again. What ends a launch after all
+    calls costs nothing.
     """
     record.settle([])
     while problem := _launch(command, record, patience):
         at, found = record.doing(), record.results()
+        if at and at.what == DONE:
+            return ""
         if at is None or at.provider in (OURS, BASELINE):
             return problem if at is None else f"{problem}, {at.what} {at.provider} {at.mode}"
         late = Result(name, at.provider, at.mode, verdict=FAILED, problem=f"{at.what}: {problem}")
@@ -56,18 +59,19 @@ def _launch(command: Sequence[str], record: Record, patience: float) -> str:
     """Runs the ranks once."""
     # On a signal torchrun ends its ranks; killed, it would leave them.
     with subprocess.Popen(command, env=_QUIET | os.environ) as launch:
-        began = time.monotonic()
-        while True:
+        # Seconds that this process was awake in, so that a machine which slept is not taken for a call that hangs.
+        stamp, waited, allowed = record.stamp(), 0.0, _START_S
+        while waited <= allowed:
             try:
-                code = launch.wait(timeout=1)
+                code = launch.wait(timeout=_TICK_S)
                 return f"the launch failed with status {code}" if code else ""
             except subprocess.TimeoutExpired:
-                since = record.since()
-                late = time.monotonic() - began > _START_S if since is None else since > patience
-            if late:
-                launch.terminate()
-                try:
-                    launch.wait(timeout=_END_S)
-                except subprocess.TimeoutExpired:
-                    launch.kill()
-                return f"it took more than {_START_S if since is None else patience:.0f} s"
+                waited += _TICK_S
+            if record.stamp() != stamp:
+                stamp, waited, allowed = record.stamp(), 0.0, patience
+        launch.terminate()
+        try:
+            launch.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            launch.kill()
+        return f"it took more than {allowed:.0f} s"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,9 +11,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.peers.results import Result
 
+DONE = "done"
+
 
 class Call(NamedTuple):
-    """Whose call is under way: provider and mode as they are asked for, and what it is for."""
+    """Whose call is under way: provider and mode as they are asked for, and what it is for; nobody when all is done."""
 
     provider: str
     mode: str
@@ -56,10 +57,10 @@ class Record:
         found = self._read("doing")
         return Call(*found) if found else None
 
-    def since(self) -> float | None:
-        """Seconds since it began; None before the first."""
+    def stamp(self) -> int | None:
+        """Another one for each call; None before the first."""
         try:
-            return time.time() - self._at("doing").stat().st_mtime
+            return self._at("doing").stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
