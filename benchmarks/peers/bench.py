@@ -51,9 +51,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--only", nargs="+", default=names, choices=names, metavar="CASE", help=f"of {', '.join(names)}")
     library = f"of {', '.join(ADAPTERS)}"
     add("--library", nargs="+", default=list(ADAPTERS), choices=ADAPTERS, metavar="NAME", help=library)
-    add(
-        "--minutes", type=float, default=17.0, help="for all cases together (%(default)g); each runs one round at least"
-    )
+    add("--minutes", type=float, default=17.0, help="for all cases together (%(default)g); none begins later")
     add("--rounds", type=int, default=25, help="at most so many (%(default)s)")
     add("--patience", type=float, default=90.0, help="seconds that one call may take (%(default)g)")
     add("--csv", type=Path, help=f"file to append the results to ({_FOLDER}/peers.csv)")
@@ -123,7 +121,9 @@ class _Plan:
 
 
 def main(argv: Sequence[str]) -> int:
-    """All cases. Exit status 0, unless a launch failed or ringcp was wrong; a target that is missed is in the table."""
+    """All cases. Exit status 0, unless a case was not measured or ringcp was wrong; a target that is missed is in the
+    table.
+    """
     args = parse(argv)
     if "RANK" in os.environ:
         _rank(args)
@@ -144,11 +144,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(console: Console, args: argparse.Namespace, origin: Origin) -> tuple[list[Result], bool]:
-    """All results, and whether a case has none of ringcp."""
+    """All results, and whether a case has none of ringcp's."""
     plan = _Plan(args.cases, args.rounds, 60 * args.minutes)
     results: list[Result] = []
     failed = False
     for i, named in enumerate(args.cases):
+        if i and not plan.left(i):
+            names = " ".join(named.name for named in args.cases[i:])
+            console.print(f"not measured, the time is up: --only {names}", style="red", markup=False, highlight=False)
+            return results, True
         left = f"about {plan.left(i) / 60:.0f} min left"
         console.print(f"[{i + 1}/{len(args.cases)}] {named.name}: {named.title}, {left}", markup=False, highlight=False)
         with tempfile.TemporaryDirectory() as folder:
