@@ -90,7 +90,8 @@ class _OneCase:
         self, who: Sequence[tuple[str, str]], case: Case, doing: str, *, compared: bool
     ) -> tuple[list[tuple[str, str]], list[Checked]]:
         """One call each in a case; those that go on. compared: with ringcp's time, which is the first's."""
-        going_on, kept = [], []
+        going_on: list[tuple[str, str]] = []
+        kept: list[Checked] = []
         task = self._bar.add_task("", total=len(who))
         for provider, mode in who:
             self._begin(provider, mode, doing)

@@ -88,7 +88,8 @@ def _best(of_library: Sequence[Result]) -> str:
         return ", ".join(Counter(r.verdict for r in of_library))
     best = min(timed, key=lambda r: quantiles([s[0] for s in r.seconds]).median)
     ratio = f" ({quantiles(best.ratios).median:.2f})" if best.ratios else ""
-    return f"{_percent(best)}{ratio}\n{best.mode}"
+    percents = best.percents()
+    return f"{quantiles(percents).median:.1f}{ratio}\n{best.mode}" if percents else f"{ratio}\n{best.mode}"
 
 
 def _target(results: Sequence[Result], named: Named) -> str:
