@@ -141,15 +141,15 @@ def _admitted(
     for provider, setting in (*job.settings, *job.on_two):
         meter.say(f"{job.case.name}: checking {provider} {setting.mode}")
         admitted = harness.admit(provider, setting)
+        on_two = setting.mesh.size() < harness.world_size
+        suffix = f" {TWO_RANKS}" if on_two else ""
         if isinstance(admitted, Entrant):
-            on_two = setting.mesh.size() < harness.world_size
-            name = f"{admitted.mode} {TWO_RANKS}" if on_two else admitted.mode
-            entrants.append(replace(admitted, mode=name, companion=TWO_RANKS if on_two else ""))
+            entrants.append(replace(admitted, mode=f"{admitted.mode}{suffix}", companion=TWO_RANKS if on_two else ""))
             meter.turn()
         elif provider == BASELINE:
             raise RuntimeError(f"the baseline is wrong, so that nothing can be held against it: {admitted}")
         else:
-            wrong.append(Measured(provider, title, setting.mode, [], [], wrong=admitted))
+            wrong.append(Measured(provider, title, f"{setting.mode}{suffix}", [], [], wrong=admitted))
             meter.turn(effort.turns)
     if DENSE in job.companions:
         case = replace(job.case, mask="full", seq_len=min(DENSE_LEN, job.case.seq_len))

@@ -114,10 +114,21 @@ def print_summary(
                 continue
             bars = verdicts(named, mode, results, device) if provider == "ringcp" else []
             table.add_row(*cells, *_numbers(found), "\n".join(_said(bar, measured) for bar, measured in bars))
+        wrong += _wrong_companions(named, results)
         table.add_section()
     console.print(table)
     for line in wrong:
         console.print(line, style="red", markup=False, highlight=False)
+
+
+def _wrong_companions(named: Named, results: Results) -> list[str]:
+    """What has no line of its own in the table, and is wrong."""
+    beside = {key.mode: found for key, found in results.items() if (key.provider, key.case) == ("ringcp", named.title)}
+    return [
+        f"WRONG ringcp {mode}, {named.name}: {found.wrong}"
+        for mode, found in beside.items()
+        if found.wrong and mode not in named.modes
+    ]
 
 
 def _numbers(found: Found) -> list[str]:

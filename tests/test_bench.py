@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import ringcp
-from benchmarks import bench, cases, harness, pictures, providers, report, runner, suite, summary, usage
+from benchmarks import bench, cases, harness, launch, pictures, providers, report, runner, suite, summary, usage
 
 ORIGIN = report.Origin("2.13.0", "a cpu", "abc", "")
 NAMED = suite.Named(
@@ -186,6 +186,56 @@ def test_there_are_as_many_rounds_as_fit(monkeypatch):
     assert rounds(1000.0) == 41
     assert rounds(100.0) == 3
     assert rounds(None) == 41
+
+
+class Silent:
+    """In place of a meter."""
+
+    def say(self, what):
+        pass
+
+    def turn(self, count=1):
+        pass
+
+
+def beside_two_wrong_ranks(mesh):
+    """A case on four ranks whose companion on two gives a wrong out."""
+    known = providers.PROVIDERS["ringcp"]
+
+    def prepare(setting):
+        prepared = known.prepare(setting)
+        return (
+            replace(prepared, attention=lambda *qkv: 2 * prepared.attention(*qkv))
+            if setting.mesh.size() == 2
+            else prepared
+        )
+
+    named = suite.Named("a case", cases.Case(64), 4, ("ring",), companions=(suite.TWO_RANKS,))
+    providers.PROVIDERS["ringcp"] = replace(known, prepare=prepare)
+    try:
+        two = dist.device_mesh.DeviceMesh("cpu", [0, 1])
+        job = launch.job_of(named, ["ringcp"], mesh, two)
+        return runner.run_case(harness.Harness("cpu", torch.get_num_threads()), job, runner.Effort(1), Silent())
+    finally:
+        providers.PROVIDERS["ringcp"] = known
+
+
+def test_a_wrong_companion_leaves_the_numbers_of_the_mode_it_stands_by(worlds, tmp_path):
+    measured, *_ = worlds(4).run(beside_two_wrong_ranks)
+    path, title = tmp_path / "x.csv", measured[0].case
+    for result in measured:
+        report.append_csv(path, result.rows(ORIGIN, 1))
+    results = summary.read_results(path, ORIGIN)
+    ring, companion = (results[summary.Key("ringcp", title, mode)] for mode in ("ring", "ring on 2 ranks"))
+    assert ring.wrong == ""
+    assert ring.values[suite.BOTH, "ms"].median > 0
+    assert (suite.BOTH, suite.OF_TWO) not in ring.values, "there is nothing to hold it against"
+    assert companion.wrong.startswith("out: error")
+    console = Console(width=200)
+    named = suite.Named("a case", cases.Case(64), 4, ("ring",))
+    with console.capture() as captured:
+        summary.print_summary(console, [named], ["ringcp"], results, "cpu")
+    assert "WRONG ringcp ring on 2 ranks, a case: out: error" in captured.get()
 
 
 def sent_bytes(mesh):
