@@ -17,7 +17,7 @@ import ringcp
 from benchmarks.checks import Rows, compare, results_at, sampled
 from benchmarks.providers import PROVIDERS, Attention, Setting
 from benchmarks.suite import BARE
-from benchmarks.usage import Span, Usage, spans, usage_of
+from benchmarks.usage import Batch, Span, Usage, batches, spans, usage_of
 
 METRICS = ("forward+backward", "forward", "backward")
 
@@ -61,27 +61,23 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Transfers(Entrant):
-    """Only bytes, and as many as another entrant sends: one batch of P2P between two ranks in each direction.
+    """Only the messages of another entrant's call: as many, as long, in the same batches and order, nothing else.
 
-    sizes: what this rank sends in forward and in backward, and what it receives.
+    batches: those of forward, and those of backward; their buffers are there before the time starts.
     """
 
-    sizes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    batches: tuple[Sequence[Batch], Sequence[Batch]] = ((), ())
 
     def forward(self) -> Any:
-        self._move(*self.sizes[0])
+        self._move(self.batches[0])
 
     def backward(self, out: Any) -> Any:
-        self._move(*self.sizes[1])
+        self._move(self.batches[1])
 
-    def _move(self, sent: int, received: int) -> None:
-        leaving, coming = torch.zeros(sent, dtype=torch.uint8), torch.empty(received, dtype=torch.uint8)
-        other = 1 - dist.get_rank()
-        ops = [(dist.isend, leaving), (dist.irecv, coming)]
-        device = self.tensors[0].device
-        batch = [dist.P2POp(op, x.to(device), other) for op, x in ops if x.numel()]
-        for work in dist.batch_isend_irecv(batch) if batch else []:
-            work.wait()
+    def _move(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()
 
 
 @dataclass(frozen=True)
@@ -203,16 +199,13 @@ class Harness:
         return by_rank
 
     def bare(self, entrant: Entrant) -> Transfers:
-        """The transfers of a call between two ranks, by themselves."""
-        assert self.world_size == 2, "each rank has one other"
-        with ringcp.record() as recorder:
-            self._clock(entrant)
-        sizes = []
-        for direction in ("forward", "backward"):
-            steps = [step for step in recorder.steps if step.direction.startswith(direction)]
-            sizes.append((sum(s.bytes_sent for s in steps), sum(s.bytes_received for s in steps)))
-        name = f"{BARE} {entrant.mode}"
-        return Transfers(entrant.provider, name, _absent, entrant.tensors, None, BARE, (sizes[0], sizes[1]))
+        """The transfers of a call by themselves. Of one that waits for each batch before it posts the next."""
+        with batches() as forward:
+            out = entrant.forward()
+        with batches() as backward:
+            entrant.backward(out)
+        moved = forward, backward
+        return Transfers(entrant.provider, f"{BARE} {entrant.mode}", _absent, entrant.tensors, None, BARE, moved)
 
     def rounds(
         self, entrants: Sequence[Entrant], *, warmup: int, rounds: int, progress: Callable[[], None]

@@ -142,7 +142,9 @@ def _numbers(found: Found) -> list[str]:
 
 
 def _said(bar: Bar, measured: Quantiles) -> str:
-    colour, word = ("green", "met") if bar.met(measured.median) else ("red", "missed")
     worse = measured.p80 if bar.at_most else measured.p20
-    of = bar.unit if bar.metric == BOTH else f"{bar.unit}, {bar.metric}"
-    return f"[{colour}]{measured.median:.2f} ({worse:.2f}) {bar} {escape(of)}: {word}[/]"
+    of = escape(bar.unit if bar.metric == BOTH else f"{bar.unit}, {bar.metric}")
+    if bar.value is None:
+        return f"{measured.median:.2f} ({worse:.2f}) {of}"
+    colour, word = ("green", "met") if bar.met(measured.median) else ("red", "missed")
+    return f"[{colour}]{measured.median:.2f} ({worse:.2f}) {bar} {of}: {word}[/]"

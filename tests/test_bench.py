@@ -62,6 +62,7 @@ def test_bars_say_when_they_are_met():
     least, most = suite.Bar("m", "u", 97, ("ring", "auto"), stretch=99), suite.Bar("m", "u", 1, at_most=True)
     assert (least.met(97), least.met(96.9), most.met(1), most.met(1.1)) == (True, False, True, False)
     assert (str(least), str(most)) == (">= 97, stretch 99", "<= 1")
+    assert suite.Bar("m", "u", None).met(5), "it is only shown"
     assert [least.holds_for(mode, "gather") for mode in ("ring", "gather", "ulysses")] == [True, True, False]
     assert most.holds_for("ulysses", "ring")
 
@@ -299,19 +300,65 @@ def test_a_ring_takes_the_memory_of_its_formula(worlds, dtype, over):
         assert most.sent == told.bytes_sent[mode].forward + told.bytes_sent[mode].backward
 
 
+class Posted:
+    """The batches of `torch.distributed.batch_isend_irecv`, as they are posted."""
+
+    def __init__(self, monkeypatch):
+        self.batches = []
+        post = dist.batch_isend_irecv
+
+        def noted(batch):
+            self.batches.append([(op.op.__name__, op.peer, op.tensor.nbytes) for op in batch])
+            return post(batch)
+
+        monkeypatch.setattr(dist, "batch_isend_irecv", noted)
+
+    def by(self, call):
+        self.batches.clear()
+        call()
+        return list(self.batches)
+
+
 def bare_transfers(mesh):
     h = harness.Harness("cpu", torch.get_num_threads())
     entrant = h.entrant("ringcp", providers.Setting(cases.Case(64), mesh, "ring", "auto", "call"))
     bare = h.bare(entrant)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        posted = Posted(monkeypatch)
+        calls = [[posted.by(e.forward), posted.by(lambda e=e: e.backward(e.forward()))] for e in (entrant, bare)]
     with usage.Wire() as wire:
         bare.backward(bare.forward())
     h.rounds([entrant, bare], warmup=0, rounds=1, progress=lambda: None)
-    return wire.sent, h.usage(entrant).sent
+    return calls, wire.sent, h.usage(entrant).sent
 
 
-def test_bare_transfers_move_what_a_call_moves(worlds):
+def test_bare_transfers_are_the_messages_of_a_call(worlds):
+    """Of forward and of backward: as many, as long, in the same batches."""
     by_rank = worlds(2).run(bare_transfers)
-    assert max(wire for wire, _ in by_rank) == by_rank[0][1] > 0
+    for (call, bare), _, _ in by_rank:
+        assert call == bare
+        forward, both = call
+        assert len(both) > len(forward) > 0
+    assert max(wire for _, wire, _ in by_rank) == by_rank[0][2] > 0
+
+
+class AsMeasured:
+    """In place of a harness: two ranks, on a CPU."""
+
+    world_size, device = 2, "cpu"
+
+
+def test_what_a_call_takes_beyond_its_transfers():
+    """Forward plus backward, and forward alone, round by round."""
+    entrant = harness.Entrant("ringcp", "ring", None, [], None)
+    seconds = {
+        ("ringcp", "ring"): [[0.009, 0.004, 0.005], [0.090, 0.040, 0.050]],
+        ("ringcp", f"{suite.BARE} ring"): [[0.002, 0.001, 0.001], [0.080, 0.030, 0.050]],
+    }
+    found = runner._further(AsMeasured(), cases.Case(64), entrant, usage.Usage(0.0, 0.0), seconds)
+    over = {metric: values for metric, unit, values in found if unit == "ms"}
+    assert over[suite.OVER_BARE] == pytest.approx([7, 10])
+    assert over[suite.FORWARD_OVER_BARE] == pytest.approx([3, 10])
 
 
 @pytest.mark.parametrize(

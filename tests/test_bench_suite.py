@@ -49,6 +49,7 @@ def test_the_command_measures_everything(tmp_path):
     latency, documents, _, four = (named.title for named in suite.cases)
     assert {
         (latency, "ringcp", "ring", "forward minus bare transfers", "ms"),
+        (latency, "ringcp", "ring", "forward+backward minus bare transfers", "ms"),
         (documents, "ringcp", "ulysses", "forward+backward", "% of dense rate"),
         (documents, "sdpa", "dense", "forward+backward", "ms"),
         (four, "ringcp", "ulysses", "forward+backward", "% of time on 2 ranks"),
