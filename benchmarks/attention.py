@@ -6,8 +6,9 @@
 Each round times the baseline (`F.scaled_dot_product_attention` on rank 0 with all cores, the other ranks asleep) and
 every provider, forward and backward, agreement of the ranks included. All ranks are timed from a barrier on, and the
 slowest counts. Each provider is first held against the fp64 reference, in a small case and by some rows of the case;
-a wrong one is reported, not timed. `benchmarks/bench.py` runs whole suites of cases. With CUDA the same runs on NCCL,
-one device a rank, and the percentages are of the baseline's one device times the number of devices.
+one that is wrong, or refuses the case, is reported, not timed. `benchmarks/bench.py` runs whole suites of cases. With
+CUDA the same runs on NCCL, one device a rank, and the percentages are of the baseline's one device times the number of
+devices.
 
 `--csv FILE` appends to FILE, `--breakdown` adds what `ringcp.record()` sees, `--smoke` only tries whether all of it
 works. Nothing else should run on the machine. Needs rich (`pip install ringcp[dev]`).

@@ -109,6 +109,10 @@ class Breakdown:
         return self.seconds - self.compute_s - self.wait_s
 
 
+class Refusal(str):
+    """What a provider said that raised NotImplementedError, as one does that cannot compute the case."""
+
+
 class Harness:
     """The ranks of one launch. Every method is collective."""
 
@@ -140,7 +144,7 @@ class Harness:
 
     def admit(self, provider: str, setting: Setting) -> Entrant | str:
         """Prepares a provider, and holds it against the reference: in a small case of this kind, then by rows in the
-        case itself, which is a first call and warms up. Or what is wrong with its out, dq, dk or dv.
+        case itself, which is a first call and warms up. Or what is wrong with its out, dq, dk or dv; or its refusal.
         """
         problem = self._checked(provider, replace(setting, case=setting.case.small()), by_rows=False)[1]
         if problem:
@@ -160,11 +164,13 @@ class Harness:
                 with self._cores(entrant):
                     found = results_at(rows, entrant.attention, entrant.tensors, entrant.layout, self.rank)
         except Exception as raised:
-            error = f"rank {self.rank} raised {type(raised).__name__}: {raised}"
+            kind = Refusal if isinstance(raised, NotImplementedError) else str
+            error = kind(f"rank {self.rank} raised {type(raised).__name__}: {raised}")
         by_rank: list[tuple[Rows | None, str]] = [(None, "")] * self.world_size
         dist.all_gather_object(by_rank, (found, error), group=self._control)
         errors = [error for _, error in by_rank if error]
-        verdict = [errors[0] if errors else ""]
+        # A rank that refuses may leave its peers waiting for it, so their errors count.
+        verdict = [next((e for e in errors if not isinstance(e, Refusal)), errors[0] if errors else "")]
         if self.rank == 0 and not errors:
             with self._all_cores():
                 verdict = [compare(case, rows, [found for found, _ in by_rank if found is not None], self.device)]

@@ -121,10 +121,14 @@ class Values(NamedTuple):
     values: list[float]
 
 
+# Instead of numbers: what it computed is wrong; or it said that it cannot, as of a mask or dtype that it does not have.
+NOT_TIMED = ("wrong", "refused")
+
+
 @dataclass(frozen=True)
 class Measured:
     """An entrant's seconds by round and metric, likewise its speed in percent of the baseline, and what else there is;
-    or what is wrong. `percents` is empty for what does not compute the case.
+    or what is wrong, or why it refused the case. `percents` is empty for what does not compute the case.
     """
 
     provider: str
@@ -133,12 +137,15 @@ class Measured:
     seconds: list[list[float]]
     percents: list[list[float]]
     wrong: str = ""
+    refused: str = ""
     breakdown: tuple[Breakdown, ...] = ()
     more: tuple[Values, ...] = ()
     timelines: tuple[Timeline, ...] = ()
 
     def rows(self, origin: Origin, threads: int) -> list[Row]:
-        """Lines for the CSV. A wrong provider has one, whose metric is "wrong" and whose unit says why."""
+        """Lines for the CSV. A provider that is not timed has one, whose metric is "wrong" or "refused" and whose unit
+        says why.
+        """
 
         def row(metric: str, unit: str, values: Sequence[float]) -> Row:
             shown: list[float | str] = ["", "", ""]
@@ -148,8 +155,9 @@ class Measured:
             who = self.provider, self.case, self.mode
             return Row(*who, metric, unit, shown[0], shown[1], shown[2], threads=threads, **vars(origin))
 
-        if self.wrong:
-            return [row("wrong", " ".join(self.wrong.split()), [])]
+        for verdict in NOT_TIMED:
+            if why := getattr(self, verdict):
+                return [row(verdict, " ".join(why.split()), [])]
         rows = []
         for i, metric in enumerate(METRICS):
             rows.append(row(metric, "ms", [1e3 * s[i] for s in self.seconds]))
@@ -186,8 +194,8 @@ def print_table(console: Console, results: Sequence[Measured], *, world_size: in
             table.add_section()
         cells = [result.case if result.case != last else "", result.provider, result.mode]
         last = result.case
-        if result.wrong:
-            table.add_row(*cells, "[red]wrong: see below[/]")
+        if result.wrong or result.refused:
+            table.add_row(*cells, "[red]wrong: see below[/]" if result.wrong else "refused: see below")
             continue
         for i in range(len(METRICS)):
             t = quantiles([1e3 * s[i] for s in result.seconds])
@@ -197,9 +205,11 @@ def print_table(console: Console, results: Sequence[Measured], *, world_size: in
         table.add_row(*cells)
     console.print(table)
     for result in results:
+        who = f"{result.provider} {result.mode}, {result.case}"
         if result.wrong:
-            line = f"WRONG {result.provider} {result.mode}, {result.case}: {result.wrong}"
-            console.print(line, style="red", markup=False, highlight=False)
+            console.print(f"WRONG {who}: {result.wrong}", style="red", markup=False, highlight=False)
+        if result.refused:
+            console.print(f"refused: {who}: {result.refused}", markup=False, highlight=False)
 
 
 def print_breakdown(console: Console, results: Sequence[Measured]) -> None:

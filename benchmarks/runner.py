@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cases import DTYPES, Case
-from benchmarks.harness import METRICS, Entrant, Harness
+from benchmarks.harness import METRICS, Entrant, Harness, Refusal
 from benchmarks.memory import Layer
 from benchmarks.providers import BASELINE, PROVIDERS, Setting
 from benchmarks.report import Measured, Values, percent_of_baseline
@@ -81,7 +81,7 @@ class Meter(Protocol):
     def say(self, what: str) -> None: ...
 
     def turn(self, count: int = 1) -> None:
-        """An entrant has made its call, or is wrong and will not make so many."""
+        """An entrant has made its call, or is not timed and will not make so many."""
         ...
 
 
@@ -105,7 +105,7 @@ class Job:
 def run_case(harness: Harness, job: Job, effort: Effort, meter: Meter) -> list[Measured]:
     """Checks, counts and times all entrants. Every rank gets the same results."""
     title = f"{job.case.name} W{harness.world_size}"
-    entrants, wrong = _admitted(harness, job, effort, meter, title)
+    entrants, not_timed = _admitted(harness, job, effort, meter, title)
     began = time.time()
     usages = []
     for entrant in entrants:
@@ -131,14 +131,14 @@ def run_case(harness: Harness, job: Job, effort: Effort, meter: Meter) -> list[M
                 timelines=tuple(harness.timeline(entrant)) if effort.drawn and recorded else (),
             )
         )
-    return results + wrong
+    return results + not_timed
 
 
 def _admitted(
     harness: Harness, job: Job, effort: Effort, meter: Meter, title: str
 ) -> tuple[list[Entrant], list[Measured]]:
-    """All that are to be timed, the baseline first; and those that are wrong."""
-    entrants, wrong = [], []
+    """All that are to be timed, the baseline first; and those that are wrong, or refuse the case."""
+    entrants, not_timed = [], []
     for provider, setting in (*job.settings, *job.on_two):
         meter.say(f"{job.case.name}: checking {provider} {setting.mode}")
         admitted = harness.admit(provider, setting)
@@ -150,7 +150,8 @@ def _admitted(
         elif provider == BASELINE:
             raise RuntimeError(f"the baseline is wrong, so that nothing can be held against it: {admitted}")
         else:
-            wrong.append(Measured(provider, title, f"{setting.mode}{suffix}", [], [], wrong=admitted))
+            said = {"refused" if isinstance(admitted, Refusal) else "wrong": admitted}
+            not_timed.append(Measured(provider, title, f"{setting.mode}{suffix}", [], [], **said))
             meter.turn(effort.turns)
     if DENSE in job.companions:
         case = replace(job.case, mask="full", seq_len=min(DENSE_LEN, job.case.seq_len))
@@ -158,7 +159,7 @@ def _admitted(
         entrants.append(replace(dense, mode=DENSE, companion=DENSE))
     if BARE in job.companions:
         entrants += [harness.bare(e) for e in entrants if e.provider == "ringcp"]
-    return entrants, wrong
+    return entrants, not_timed
 
 
 def _num_rounds(harness: Harness, effort: Effort, began: float) -> int:

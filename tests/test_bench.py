@@ -130,6 +130,26 @@ def test_the_table_says_who_reaches_the_bars(tmp_path):
     assert "WRONG ringcp ring, a case: dk: error 1" in captured.get()
 
 
+def test_who_refuses_a_case_is_not_wrong(tmp_path):
+    path = tmp_path / "x.csv"
+    write(path, "single", [5.0], provider="sdpa")
+    write(path, "ring", [5.0])
+    refused = report.Measured("ringcp", NAMED.title, "ulysses", [], [], refused="heads: 3")
+    report.append_csv(path, refused.rows(ORIGIN, 1))
+    results = summary.read_results(path, ORIGIN)
+    assert results[summary.Key("ringcp", NAMED.title, "ulysses")] == summary.Found({}, refused="heads: 3")
+    assert summary.missing([NAMED], ["ringcp"], results) == [], "asked again it would refuse again"
+    console = Console(width=200)
+    with console.capture() as captured:
+        summary.print_summary(console, [NAMED], ["ringcp"], results, "cpu")
+    said = captured.get()
+    assert "refused: ringcp ulysses, a case: heads: 3" in said
+    assert "wrong" not in said.lower()
+    assert len(pictures.speed_by_length([NAMED], results).axes[0].lines) == 2, "100 %, and ring"
+    write(path, "ulysses", [4.0])
+    assert summary.read_results(path, ORIGIN)[summary.Key("ringcp", NAMED.title, "ulysses")].timed
+
+
 def test_the_pictures_show_what_the_csv_has(tmp_path):
     path = tmp_path / "x.csv"
     for mode in NAMED.modes:
@@ -416,10 +436,13 @@ def test_a_suite_resumes(launches, tmp_path, capsys):
     assert launches[1:] == [("--nproc-per-node=1", ["causal-8k-bf16-w1"]), ("--nproc-per-node=2", ["causal-4k-fp32"])]
 
 
-def test_a_wrong_ringcp_is_a_failure(launches, tmp_path):
+def test_a_ringcp_that_is_wrong_or_refuses_is_a_failure(launches, tmp_path):
     named = next(named for named in suite.QUICK if named.name == "window")
     wrong = report.Measured("ringcp", named.title, "ring", [], [], wrong="dk: error 1")
     report.append_csv(tmp_path / "quick.csv", wrong.rows(ORIGIN, 1))
+    assert bench.main(["--only", "window", "--out", str(tmp_path)]) == 1
+    refused = report.Measured("ringcp", named.title, "ring", [], [], refused="mask: 1")
+    report.append_csv(tmp_path / "quick.csv", refused.rows(ORIGIN, 1))
     assert bench.main(["--only", "window", "--out", str(tmp_path)]) == 1
 
 
