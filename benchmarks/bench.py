@@ -36,7 +36,7 @@ from benchmarks.meters import quiet_unless
 from benchmarks.pictures import draw_all
 from benchmarks.providers import PROVIDERS
 from benchmarks.report import Origin
-from benchmarks.suite import SUITES, Named, Suite
+from benchmarks.suite import SUITES, Named, Suite, varied
 from benchmarks.summary import missing, print_summary, read_results
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -75,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.list:
         for named in suite.cases:
-            console.print(f"{named.name:20} {named.title}", markup=False, highlight=False)
+            base = varied(named, SUITES[args.suite].cases)
+            line = f"{named.name:20} {named.title:45}{f' {base[1]} of {base[0]} varied' if base else ''}"
+            console.print(line.rstrip(), markup=False, highlight=False)
         return 0
     origin = Origin.of(device, "")
     path = args.out / (f"{args.suite}-smoke.csv" if args.smoke else f"{args.suite}.csv")
