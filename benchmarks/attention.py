@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmarks.cases import DTYPES, Case
 from benchmarks.harness import Harness
 from benchmarks.meters import ByWork, quiet_unless
+from benchmarks.origin import Origin
 from benchmarks.providers import BASELINE, PROVIDERS, Setting
-from benchmarks.report import Measured, Origin, append_csv, print_breakdown, print_table
+from benchmarks.report import Measured, append_csv, print_breakdown, print_table
 from benchmarks.runner import Effort, Job, ranks, run_case
 from ringcp.layout import LAYOUT_NAMES
 
@@ -112,7 +114,8 @@ def main(argv: Sequence[str]) -> None:
 def _run(harness: Harness, mesh: DeviceMesh, args: argparse.Namespace, argv: Sequence[str]) -> None:
     first = harness.rank == 0
     console = quiet_unless(first)
-    origin = Origin.here(harness.device, harness.world_size, argv)
+    start = f"torchrun --standalone --nproc-per-node={harness.world_size} benchmarks/attention.py"
+    origin = Origin.of(harness.device, f"{start} {shlex.join(argv)}".strip())
     about = f"{origin.device}, torch {origin.torch}, {harness.world_size} ranks x {args.threads} threads"
     console.print(f"{about}, commit {origin.commit or 'unknown'}\n{origin.command}", markup=False, highlight=False)
     names = [(BASELINE, mode) for mode in PROVIDERS[BASELINE].modes]

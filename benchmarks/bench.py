@@ -33,9 +33,10 @@ import torch
 from rich.console import Console
 
 from benchmarks.meters import quiet_unless
+from benchmarks.origin import Origin
 from benchmarks.pictures import draw_all
 from benchmarks.providers import PROVIDERS
-from benchmarks.report import Origin
+from benchmarks.report import append_csv
 from benchmarks.suite import SUITES, Named, Suite, varied
 from benchmarks.summary import missing, print_summary, read_results
 
@@ -82,6 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     origin = Origin.of(device, "")
     path = args.out / (f"{args.suite}-smoke.csv" if args.smoke else f"{args.suite}.csv")
     path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        append_csv(path, [])
+    except ValueError as error:  # now, not after the first case
+        console.print(f"--out: {error}", style="red", markup=False, highlight=False)
+        return 2
     due = list(suite.cases)
     if suite.resumes and not args.again:
         if origin.commit.endswith("+"):

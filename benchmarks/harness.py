@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +14,7 @@ from torch import Tensor
 
 import ringcp
 from benchmarks.checks import Rows, compare, results_at, sampled
+from benchmarks.origin import num_cores
 from benchmarks.providers import PROVIDERS, Attention, Setting
 from benchmarks.suite import BARE
 from benchmarks.usage import Batch, Span, Usage, batches, spans, usage_of
@@ -25,7 +25,7 @@ METRICS = ("forward+backward", "forward", "backward")
 # libgomp, 2 cores: 122, 237, 122, 237 ms for 2, 1, 2, 1 threads). But the idle workers spin on, 9 ms of CPU after the
 # last parallel region, before they sleep. The wait policy stays what any user of SDPA has, so that the baseline is
 # theirs; what follows it starts when the spinning is over.
-_SPIN_S = 0.03
+SPIN_S = 0.03
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ class Harness:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # A group of its own on gloo, whose waiting ranks sleep: 6 ms of CPU in 2 s. NCCL's would spin.
         self._control = dist.new_group(backend="gloo")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.baseline_threads = min(cores, self.world_size * threads)
+        self.baseline_threads = min(num_cores(), self.world_size * threads)
         torch.set_num_threads(threads)
 
     def threads_of(self, provider: str) -> int:
@@ -278,7 +277,7 @@ class Harness:
             yield
         finally:
             torch.set_num_threads(self.threads)
-            time.sleep(_SPIN_S)
+            time.sleep(SPIN_S)
 
     def _clock(self, entrant: Entrant) -> list[float]:
         """Seconds on this rank, in the order of `METRICS`."""

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.harness import Harness
 from benchmarks.meters import ByTime, quiet_unless
+from benchmarks.origin import Origin
 from benchmarks.providers import BASELINE, PROVIDERS, Setting
-from benchmarks.report import Measured, Origin, append_csv
+from benchmarks.report import Measured, append_csv
 from benchmarks.runner import Effort, Job, ranks, run_case
 from benchmarks.suite import SUITES, TWO_RANKS, Named
 

@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from benchmarks.origin import Origin
 from benchmarks.parity_cells import MASKS, Cell
 from benchmarks.parity_errors import Error, errors, ways
 from benchmarks.parity_page import Parity, write
@@ -49,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tests = ["tests/test_layout.py::test_labels_are_shifted_first_and_sharded_after"]
     found, probed = measure(console, cells)
     console.print("replaying the public reports, with pytest:")
-    command = "python -m benchmarks.parity" + " --smoke" * args.smoke
-    parity = Parity(found, probed, reports(), run_tests(tests), f"Attention: {about(cells[0])}.", command)
+    origin = Origin.of("cpu", "python -m benchmarks.parity" + " --smoke" * args.smoke)
+    parity = Parity(found, probed, reports(), run_tests(tests), f"Attention: {about(cells[0])}.", origin)
     for path in write(parity, args.out):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     failures = parity.failures()

@@ -11,7 +11,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.report import Origin, Quantiles
+from benchmarks.origin import Origin
+from benchmarks.report import Quantiles
 from benchmarks.suite import BARE, BOTH, OF_SINGLE, PEAK, SENT, Named
 from benchmarks.summary import Key, Results
 from benchmarks.usage import Span

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import csv
-import platform
-import shlex
-import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import METRICS, Breakdown, Timeline
-
-_ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.origin import Origin
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,10 @@ def percent_of_baseline(baseline: Sequence[float], provider: Sequence[float], *,
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the CSV: a metric of a provider in a case, and where it was measured. Quantiles are over rounds."""
+    """One line of the CSV: a metric of a provider in a case, and where it was measured.
+
+    rounds: how many values the quantiles are of.
+    """
 
     provider: str
     case: str
@@ -66,51 +66,57 @@ class Row:
     median: float | str
     p20: float | str
     p80: float | str
+    rounds: int | str = field(default="", kw_only=True)
     torch: str
+    python: str
     device: str
+    cores: int
     threads: int
     commit: str
-    command: str
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where and how the numbers were measured."""
-
-    torch: str
-    device: str
-    commit: str
+    date: str
     command: str
 
     @classmethod
-    def here(cls, device: str, world_size: int, argv: Sequence[str]) -> Origin:
-        """Of `benchmarks/attention.py`, run with these options."""
-        command = f"torchrun --standalone --nproc-per-node={world_size} benchmarks/attention.py {shlex.join(argv)}"
-        return cls.of(device, command.strip())
+    def of(
+        cls,
+        who: tuple[str, str, str],
+        metric: str,
+        unit: str,
+        values: Sequence[float],
+        *,
+        threads: int,
+        origin: Origin,
+    ) -> Row:
+        """Of so many values, to six digits; without values the unit says why.
 
-    @classmethod
-    def of(cls, device: str, command: str) -> Origin:
-        name = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
-        return cls(torch.__version__, name, _commit(), command)
+        who: provider, case, mode.
+        """
+        shown: list[float | str] = ["", "", ""]
+        if values:
+            q = quantiles(values)
+            shown = [float(f"{x:.6g}") for x in (q.median, q.p20, q.p80)]
+        unit = " ".join(unit.split())
+        return cls(*who, metric, unit, *shown, rounds=len(values) or "", threads=threads, **vars(origin))
 
 
-def append_csv(path: Path, rows: Iterable[Row]) -> None:
+def append_csv(path: Path, rows: Iterable[Any], kind: type[Any] = Row) -> None:
     """Adds rows to a CSV file, which gets its header when it is made. What is in it is never changed.
+
+    kind: the dataclass of the rows, whose fields are the columns.
 
     Raises:
         ValueError: the file has other columns.
     """
-    header = [field.name for field in fields(Row)]
+    names = [field.name for field in fields(kind)]
+    header = [names]
     if path.exists() and path.stat().st_size:
         with path.open(newline="") as file:
             found = next(csv.reader(file))
-        if found != header:
-            raise ValueError(f"csv: expected a file with the columns {header}, got {found}; give another file name")
+        if found != names:
+            raise ValueError(f"csv: expected {path} to have the columns {names}, got {found}; give another file name")
         header = []
     with path.open("a", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerows([header] if header else [])
-        writer.writerows([getattr(row, field.name) for field in fields(Row)] for row in rows)
+        csv.writer(file).writerows(header + [[getattr(row, name) for name in names] for row in rows])
 
 
 class Values(NamedTuple):
@@ -147,17 +153,10 @@ class Measured:
         says why.
         """
 
-        def row(metric: str, unit: str, values: Sequence[float]) -> Row:
-            shown: list[float | str] = ["", "", ""]
-            if values:
-                q = quantiles(values)
-                shown = [float(f"{x:.6g}") for x in (q.median, q.p20, q.p80)]
-            who = self.provider, self.case, self.mode
-            return Row(*who, metric, unit, shown[0], shown[1], shown[2], threads=threads, **vars(origin))
-
+        row = partial(Row.of, (self.provider, self.case, self.mode), threads=threads, origin=origin)
         for verdict in NOT_TIMED:
             if why := getattr(self, verdict):
-                return [row(verdict, " ".join(why.split()), [])]
+                return [row(verdict, why, [])]
         rows = []
         for i, metric in enumerate(METRICS):
             rows.append(row(metric, "ms", [1e3 * s[i] for s in self.seconds]))
@@ -226,25 +225,3 @@ def print_breakdown(console: Console, results: Sequence[Measured]) -> None:
             who = (result.case, result.provider, result.mode, b.direction, str(b.rank), str(b.tiles))
             table.add_row(*who, *megabytes, *times)
     console.print(table)
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    """The commit of this tree, with "+" if ringcp or benchmarks differ (results apart); empty without git."""
-
-    def git(*args: str) -> str:
-        return subprocess.run(["git", *args], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "ringcp", "benchmarks", ":!benchmarks/results")
-        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return ""

@@ -25,7 +25,6 @@ import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 # This file runs as a script; let its folder's modules be benchmarks.*, so that they hide no others.
@@ -39,10 +38,10 @@ from torch import multiprocessing
 
 from benchmarks import training_ranks as ranks
 from benchmarks import training_report as report
-from benchmarks.report import Origin, append_csv
+from benchmarks.origin import Origin, num_cores
+from benchmarks.report import append_csv
 from benchmarks.training_plots import draw_curves, draw_speed
 from benchmarks.training_ranks import ROUNDED, SINGLE, ULYSSES_DEGREE, Curve, Plan, Timed
-from examples.demo import num_cores
 from ringcp.modes import MODES
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -170,7 +169,7 @@ def main(argv: Sequence[str]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
-    origin = replace(Origin.here(device, 1, argv), command=command)
+    origin = Origin.of(device, command)
     about = f"{origin.device}, {cores} cores, torch {origin.torch}, commit {origin.commit or 'unknown'}"
     console.print(f"{about}\n{command}", markup=False)
     planned = plans(args, device, cores)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import Origin, Row, percent_of_baseline, quantiles
+from benchmarks.origin import Origin
+from benchmarks.report import Row, percent_of_baseline, quantiles
 from benchmarks.training_ranks import ROUNDED, SINGLE, Curve, Plan, Timed
 
 FIRST_STEPS = 3  # in which rounding has not grown yet
@@ -91,13 +92,8 @@ def curve_rows(curve: Curve, single: Curve, plan: Plan, origin: Origin) -> list[
 
 
 def _row(case: str, mode: str, metric: str, unit: str, values: Sequence[float], plan: Plan, origin: Origin) -> Row:
-    shown: list[float | str] = ["", "", ""]
-    if values:
-        q = quantiles(values)
-        shown = [float(f"{x:.6g}") for x in (q.median, q.p20, q.p80)]
-    alone = mode in _ALONE
-    provider, threads = ("torch", plan.together) if alone else ("ringcp", plan.threads)
-    return Row(provider, case, mode, metric, unit, shown[0], shown[1], shown[2], threads=threads, **vars(origin))
+    provider, threads = ("torch", plan.together) if mode in _ALONE else ("ringcp", plan.threads)
+    return Row.of((provider, case, mode), metric, unit, values, threads=threads, origin=origin)
 
 
 def speed_line(timed: Sequence[Timed], plan: Plan) -> str:

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import platform
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -12,9 +14,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 import ringcp
-from benchmarks import bench, cases, harness, launch, pictures, providers, report, runner, suite, summary, usage
+from benchmarks import bench, cases, harness, launch, origin, pictures, providers, report, runner, suite, summary, usage
+from benchmarks.origin import Origin
 
-ORIGIN = report.Origin("2.13.0", "a cpu", "abc", "")
+ORIGIN = Origin("2.13.0", "a cpu", "abc", "")
 NAMED = suite.Named(
     "a case",
     cases.Case(1024),
@@ -113,14 +116,14 @@ def test_bars_say_when_they_are_met():
 
 def write(path, mode, values, commit="abc", provider="ringcp"):
     """A run's lines, as the benchmark appends them; a word is what was wrong."""
-    origin = replace(ORIGIN, commit=commit)
+    where = replace(ORIGIN, commit=commit)
     if isinstance(values, str):
         measured = report.Measured(provider, NAMED.title, mode, [], [], wrong=values)
     else:
         seconds, percents = [[v / 1e3] * 3 for v in values], [[100.0] * 3 for _ in values]
         more = (report.Values(suite.PEAK, "bytes", [8e6]), report.Values(suite.SENT, "bytes", [2e6]))
         measured = report.Measured(provider, NAMED.title, mode, seconds, percents, more=more)
-    report.append_csv(path, measured.rows(origin, 1))
+    report.append_csv(path, measured.rows(where, 1))
 
 
 def test_the_latest_run_of_this_commit_counts(tmp_path):
@@ -283,6 +286,13 @@ def beside_two_wrong_ranks(mesh):
         return runner.run_case(harness.Harness("cpu", torch.get_num_threads()), job, runner.Effort(1), Silent())
     finally:
         providers.PROVIDERS["ringcp"] = known
+
+
+def test_a_file_with_other_columns_is_refused_before_anything_runs(launches, tmp_path, capsys):
+    (tmp_path / "quick.csv").write_text("a,b\n")
+    assert bench.main(["--only", "window", "--out", str(tmp_path)]) == 2
+    assert "--out: csv: expected" in capsys.readouterr().out
+    assert launches == []
 
 
 def test_a_wrong_companion_leaves_the_numbers_of_the_mode_it_stands_by(worlds, tmp_path):
@@ -501,7 +511,7 @@ def test_results_do_not_make_a_tree_another(tmp_path, monkeypatch):
     """Else a run that appends to a file of the repository would no longer be of its commit."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
-    monkeypatch.setattr(report, "_ROOT", tmp_path)
+    monkeypatch.setattr(origin, "_ROOT", tmp_path)
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     result, code = tmp_path / "benchmarks" / "results" / "x.csv", tmp_path / "benchmarks" / "x.py"
     result.write_text("a\n")
@@ -509,18 +519,21 @@ def test_results_do_not_make_a_tree_another(tmp_path, monkeypatch):
     identity = ["-c", "user.name=n", "-c", "user.email=e"]
     for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "m"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    clean = report._commit()
+    clean = origin.commit()
     result.write_text("b\n")
-    assert report._commit() == clean
+    assert origin.commit() == clean
     code.write_text("b\n")
-    assert report._commit() == f"{clean}+"
+    assert origin.commit() == f"{clean}+"
 
 
 def test_the_csv_has_the_columns_that_were_asked_for(tmp_path):
     write(tmp_path / "x.csv", "ring", [1.0])
-    with (tmp_path / "x.csv").open(newline="") as file:
-        header = next(csv.reader(file))
+    header, row, *_ = csv.reader((tmp_path / "x.csv").read_text().splitlines())
     assert header == [
-        "provider", "case", "mode", "metric", "unit", "median", "p20", "p80", "torch", "device", "threads", "commit",
-        "command",
+        "provider", "case", "mode", "metric", "unit", "median", "p20", "p80", "rounds", "torch", "python", "device",
+        "cores", "threads", "commit", "date", "command",
     ]  # fmt: skip
+    row = dict(zip(header, row, strict=True))
+    assert (row["rounds"], row["python"]) == ("1", platform.python_version())
+    assert int(row["cores"]) == origin.num_cores()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\dZ", row["date"])

@@ -13,6 +13,7 @@ import torch
 import ringcp
 from benchmarks import attention as runner
 from benchmarks import cases, checks, harness, providers, report
+from benchmarks.origin import Origin
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -218,7 +219,7 @@ def test_sampled_rows_see_what_a_block_of_keys_misses():
 
 
 def test_a_provider_that_is_not_timed_is_one_line_with_the_reason(tmp_path):
-    origin = report.Origin("2.13.0", "a cpu", "abc", "torchrun")
+    origin = Origin("2.13.0", "a cpu", "abc", "torchrun")
     wrong = report.Measured("peer", "causal", "ring", [], [], wrong="dk: error 1\n at (0, 1)")
     report.append_csv(tmp_path / "x.csv", wrong.rows(origin, 1))
     refused = report.Measured("peer", "window", "ring", [], [], refused="window: not here")

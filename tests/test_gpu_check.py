@@ -31,6 +31,7 @@ from benchmarks.gpu import (
     table,
 )
 from benchmarks.gpu.bench import Bench, Found, Orders, Row, Skipped
+from benchmarks.origin import commit
 from ringcp.kernels.registry import KERNELS
 from ringcp.kernels.sdpa_cudnn import SdpaCudnn
 from ringcp.kernels.sdpa_efficient import SdpaEfficient
@@ -445,3 +446,4 @@ def test_the_command_needs_torch_and_einops_alone(parts, tmp_path):
     for kernel in ("sdpa_flash_cpu", "reference") if parts == "a" else ():
         assert rows[f"a {kernel}", "ring bf16"]["values"]["right"] == len(exactness.CASES)
     assert written["command"].startswith("python benchmarks/gpu_check.py --device cpu --smoke")
+    assert written["commit"] == commit(), "with + where the tree differs"

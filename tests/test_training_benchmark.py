@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report, training, training_ranks, training_report
+from benchmarks import training, training_ranks, training_report
+from benchmarks.origin import Origin
 from benchmarks.peak_memory import peak_memory
 from benchmarks.training_ranks import ROUNDED, SINGLE, Curve, Plan, Timed
 from examples.model import Decoder
@@ -148,7 +149,7 @@ def timed(mode, seconds, peak_bytes=100):
 
 
 PLAN = Plan("cpu", 2, 1, 2, (SINGLE, "ring"), (512,), 2, (SINGLE, "ring"), 512, 4)
-ORIGIN = report.Origin("2.13.0", "a cpu", "abc", "python")
+ORIGIN = Origin("2.13.0", "a cpu", "abc", "python")
 
 
 def test_speed_is_compared_round_by_round():
