@@ -38,7 +38,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--budget-s", type=float, default=330.0, help="seconds for all parts together (330)")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for gpu_check.json (this one)")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for gpu_check.json (%(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda, which has to be there")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: only try whether all of it works")
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts whose names begin so, such as a, d or facts")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.parity
 
-writes parity.md, parity.csv and parity.png into benchmarks/results/ (`--out` names another folder): errors against fp64
-of attention and of a model's step in every mode, mask and dtype on 1, 2, 4 and 8 ranks; which positions a moved token
+writes parity.md, parity.csv and parity.png into build/parity (`--out` names another folder): errors against fp64 of
+attention and of a model's step in every mode, mask and dtype on 1, 2, 4 and 8 ranks; which positions a moved token
 changes; and which public reports the tests replay. It ends with exit code 1 if something is not as it must be. No GPU,
 under ten minutes on two cores. `--smoke` tries whether all of it works, on few cells. Needs rich, matplotlib, pytest.
 """
@@ -38,7 +38,7 @@ _SMOKE_LEN = 67
 def main(argv: Sequence[str] | None = None) -> int:
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--out", type=Path, default=Path("build/parity"))
     parser.add_argument("--smoke", action="store_true", help=f"one mask, {_SMOKE_LEN} tokens, and one test of reports")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # as the ranks have

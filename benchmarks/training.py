@@ -11,8 +11,9 @@ curves  Losses and norms of the gradient over `--steps` steps, laid over those o
         to it is shown as well: one process again, with each weight one rounding step higher. If the first steps
         differ, the mode is wrong, which the exit code says, too.
 
-The model is that of examples/model.py in fp32, the text is the documentation that comes with Python. Results are
-appended to the CSV, and two PNGs beside it drawn anew. Nothing else should run on the machine while speed is measured.
+The model is that of examples/model.py in fp32, the text is the documentation that comes with Python. In
+--out, results are appended to training.csv, each step of the curves to training-curves.csv, and two PNGs drawn anew.
+Nothing else should run on the machine while speed is measured.
 Needs rich and matplotlib (`pip install ringcp[dev]`).
 """
 
@@ -44,8 +45,6 @@ from benchmarks.training_plots import draw_curves, draw_speed
 from benchmarks.training_ranks import ROUNDED, SINGLE, ULYSSES_DEGREE, Curve, Plan, Timed
 from ringcp.modes import MODES
 
-_ROOT = Path(__file__).resolve().parents[1]
-_CSV = Path("benchmarks/results/training.csv")
 _SMOKE = {"seq_len": [128], "rounds": 1, "curve_len": 128, "steps": 3}
 
 
@@ -69,13 +68,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--curve-len", type=int, default=2048, help="tokens of a step of the curves (default: 2048)")
     add("--steps", type=int, default=200, help="of a curve (default: 200)")
     add("--threads", type=int, default=1, help="of each rank (default: 1)")
-    add("--csv", type=Path, help=f"default: {_CSV}; with --smoke nothing is written unless given")
+    add("--out", type=Path, default=Path("build/training"), help="folder for what is written (default: %(default)s)")
     add("--smoke", action="store_true", help="128 tokens, one round, 3 steps: whether all of it works")
     args = parser.parse_args(argv)
     if args.smoke:
         vars(args).update(_SMOKE)
-    elif args.csv is None:
-        args.csv = _ROOT / _CSV
+    args.csv = args.out / ("training-smoke.csv" if args.smoke else "training.csv")
     args.seq_len = sorted(set(args.seq_len))
     for name in ("ranks", "seq_len", "rounds", "curve_len", "steps", "threads"):
         given = getattr(args, name)
@@ -161,9 +159,9 @@ def main(argv: Sequence[str]) -> None:
     # The profiler's notes on itself would break into the progress; ranks inherit this.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        append_csv(args.csv, [])  # a file with other columns is refused now, not after the first measurement
+    args.out.mkdir(parents=True, exist_ok=True)
+    append_csv(args.csv, [])  # a file with other columns is refused now, not after the first measurement
+    append_csv(_steps(args.csv), [], report.Step)
     cores = num_cores()
     command = shlex.join(["python", "benchmarks/training.py", *argv])
     console = Console(highlight=False)
@@ -180,14 +178,13 @@ def main(argv: Sequence[str]) -> None:
             report.print_speed(console, here, plan, cores)
     if curves:
         report.print_curves(console, curves, args.curve_len)
-    if args.csv:
-        _draw(args.csv, timed, curves, about, args.curve_len, console)
+    _draw(args.csv, timed, curves, about, args.curve_len, console)
     if any(report.difference(curve, curves[0]).wrong for curve in curves):
         raise SystemExit("training.py: expected curves like that of one process, got those marked as wrong above")
 
 
 def _measure(
-    planned: Sequence[Plan], csv: Path | None, origin: Origin, console: Console
+    planned: Sequence[Plan], csv: Path, origin: Origin, console: Console
 ) -> tuple[list[list[Timed]], list[Curve]]:
     """All launches, with progress; what was measured is appended to the CSV as it comes."""
     timed: list[list[Timed]] = []
@@ -209,21 +206,26 @@ def _measure(
                     if isinstance(said, Curve):
                         curves.append(said)
                         rows = report.curve_rows(said, curves[0], plan, origin)
+                        append_csv(_steps(csv), report.steps(said, plan, origin), report.Step)
                         console.print(report.curve_line(said, curves[0]))
                     else:
                         timed.append(said)
                         rows = report.speed_rows(said, plan, origin)
                         console.print(report.speed_line(said, plan))
-                    if csv:
-                        append_csv(csv, rows)
+                    append_csv(csv, rows)
     return timed, curves
+
+
+def _steps(csv: Path) -> Path:
+    """The file of the curves, beside the one of the quantiles."""
+    return csv.with_name(f"{csv.stem}-curves.csv")
 
 
 def _draw(
     csv: Path, timed: Sequence[Sequence[Timed]], curves: Sequence[Curve], about: str, curve_len: int, console: Console
 ) -> None:
     """The pictures of what was measured, beside the CSV."""
-    console.print(f"{csv}: a line for each number", markup=False)
+    console.print(f"{csv}: a line for each number; {_steps(csv)}: for each step", markup=False)
     if timed:
         path = csv.with_name(f"{csv.stem}-speed.png")
         draw_speed(path, timed, f"Training a small decoder, fp32; one process has the threads of all ranks. {about}")

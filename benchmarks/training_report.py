@@ -58,6 +58,46 @@ def percents(timed: Timed, single: Timed, devices: int) -> list[float]:
     return percent_of_baseline(single.seconds, timed.seconds, devices=devices)
 
 
+@dataclass(frozen=True)
+class Step:
+    """One line of the CSV of curves: what a step said, for the picture. The columns about its origin are those of
+    `benchmarks.report.Row`.
+    """
+
+    provider: str
+    case: str
+    mode: str
+    step: int
+    loss: float
+    gradient_norm: float
+    torch: str
+    python: str
+    device: str
+    cores: int
+    threads: int
+    commit: str
+    date: str
+    command: str
+
+
+def steps(curve: Curve, plan: Plan, origin: Origin) -> list[Step]:
+    """Every step of a curve, from 1."""
+    case, provider, threads = _curve_case(curve, plan), *_whose(curve.mode, plan)
+    return [
+        Step(provider, case, curve.mode, i, loss, norm, threads=threads, **vars(origin))
+        for i, (loss, norm) in enumerate(zip(curve.losses, curve.norms, strict=True), 1)
+    ]
+
+
+def _curve_case(curve: Curve, plan: Plan) -> str:
+    return f"decoder fp32 B1 S{plan.curve_len} W{curve.world_size}, {plan.steps} steps"
+
+
+def _whose(mode: str, plan: Plan) -> tuple[str, int]:
+    """Provider and threads of a process."""
+    return ("torch", plan.together) if mode in _ALONE else ("ringcp", plan.threads)
+
+
 def speed_rows(timed: Sequence[Timed], plan: Plan, origin: Origin) -> list[Row]:
     """Lines for the CSV, from what was timed at one length, the single process first."""
     rows = []
@@ -75,7 +115,7 @@ def speed_rows(timed: Sequence[Timed], plan: Plan, origin: Origin) -> list[Row]:
 
 def curve_rows(curve: Curve, single: Curve, plan: Plan, origin: Origin) -> list[Row]:
     """Lines for the CSV: quantiles are over the steps."""
-    case = f"decoder fp32 B1 S{plan.curve_len} W{curve.world_size}, {plan.steps} steps"
+    case = _curve_case(curve, plan)
     apart = difference(curve, single)
     rows = [("loss", "last", [curve.losses[-1]])]
     if curve.mode != SINGLE:
@@ -92,7 +132,7 @@ def curve_rows(curve: Curve, single: Curve, plan: Plan, origin: Origin) -> list[
 
 
 def _row(case: str, mode: str, metric: str, unit: str, values: Sequence[float], plan: Plan, origin: Origin) -> Row:
-    provider, threads = ("torch", plan.together) if mode in _ALONE else ("ringcp", plan.threads)
+    provider, threads = _whose(mode, plan)
     return Row.of((provider, case, mode), metric, unit, values, threads=threads, origin=origin)
 
 
