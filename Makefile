@@ -47,7 +47,7 @@ bench-peers: $(PEERS_STAMP)  ## ringcp beside other libraries, in 15 to 20 minut
 	$(PEERS)/bin/python -m benchmarks.peers.bench $(ARGS)
 
 bench-training: $(STAMP)  ## train a small decoder in every mode and in one process: speed, memory, loss curves; ARGS="--smoke"
-	$(BIN)/python benchmarks/training.py $(ARGS)
+	$(BIN)/python -m benchmarks.training $(ARGS)
 
 lint: $(STAMP)  ## ruff, formatting, mypy, import contracts
 	$(BIN)/ruff check .

@@ -7,8 +7,8 @@ committed is in benchmarks/results, written there by `--out benchmarks/results`;
 |---|---|
 | `make bench`, `benchmarks/bench.py` | build/bench: quick.csv or full.csv, and beside it -speed.png, -ranks.png and |
 | | -steps-CASE.png, the last from -steps-CASE.json |
-| `make bench-training`, `benchmarks/training.py` | build/training: training.csv, training-speed.png; every step in |
-| | training-curves.csv, drawn in training-curves.png |
+| `make bench-training`, `python -m benchmarks.training` | build/training: training.csv, training-speed.png; every |
+| | step in training-curves.csv, drawn in training-curves.png |
 | `make parity`, `python -m benchmarks.parity` | build/parity: parity.csv, parity.md, parity.png, written anew |
 | `benchmarks/gpu_check.py` | build/gpu: gpu_check.json, written anew |
 | `make bench-peers`, `benchmarks/attention.py` | nothing, or the file that `--csv` names (peers.csv, modes.csv, |

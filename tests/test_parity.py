@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks.origin import Origin, commit
-from benchmarks.parity_cells import MASKS, Cell, in_one_process, one_kernel, reference
-from benchmarks.parity_errors import ATTENTION, ONE_KERNEL, QUANTITIES, Error, above_bar, compared
-from benchmarks.parity_page import Parity, markdown
-from benchmarks.parity_probe import Answer, Count, Question, reachable
-from benchmarks.parity_reports import Report, Run, read_runs, reports, verdict
+from benchmarks.parity.cells import MASKS, Cell, in_one_process, one_kernel, reference
+from benchmarks.parity.errors import ATTENTION, ONE_KERNEL, QUANTITIES, Error, above_bar, compared
+from benchmarks.parity.page import Parity, markdown
+from benchmarks.parity.probe import Answer, Count, Question, reachable
+from benchmarks.parity.reports import Report, Run, read_runs, reports, verdict
 from ringcp import Causal, Documents, Full, Window
 
 ORIGIN = Origin("2.13.0", "a cpu", "abc", "python")

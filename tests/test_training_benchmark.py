@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report, training, training_ranks, training_report
+from benchmarks import report
 from benchmarks.origin import Origin
 from benchmarks.peak_memory import peak_memory
-from benchmarks.training_ranks import ROUNDED, SINGLE, Curve, Plan, Timed
+from benchmarks.training import __main__ as training
+from benchmarks.training import ranks as training_ranks
+from benchmarks.training import report as training_report
+from benchmarks.training.ranks import ROUNDED, SINGLE, Curve, Plan, Timed
 from examples.model import Decoder
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +27,7 @@ def test_one_command_measures_draws_and_appends(tmp_path):
     path = tmp_path / "new" / "training-smoke.csv"
     options = ["--smoke", "--mode", "ring", "usp", "--out", str(path.parent)]
     done = subprocess.run(
-        [sys.executable, "benchmarks/training.py", *options],
+        [sys.executable, "-m", "benchmarks.training", *options],
         cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=110,
         check=False,
     )  # fmt: skip
@@ -60,7 +63,7 @@ def test_one_command_measures_draws_and_appends(tmp_path):
         assert float(r["gradient_norm"]) > 0
         if r["step"] == "3":
             assert float(r["loss"]) == pytest.approx(last[r["mode"], r["case"]], rel=1e-5)
-    assert all(r["command"].startswith("python benchmarks/training.py --smoke --mode ring usp") for r in rows)
+    assert all(r["command"].startswith("python -m benchmarks.training --smoke --mode ring usp") for r in rows)
 
 
 def measured(mesh, modes, seq_len):

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.origin import Origin
 from benchmarks.report import Row, percent_of_baseline, quantiles
-from benchmarks.training_ranks import ROUNDED, SINGLE, Curve, Plan, Timed
+from benchmarks.training.ranks import ROUNDED, SINGLE, Curve, Plan, Timed
 
 FIRST_STEPS = 3  # in which rounding has not grown yet
 TOLERANCE = 1e-4  # in these, relative

@@ -1,6 +1,6 @@
 """What context parallelism costs and gives a small decoder in training, and whether it trains as one process does.
 
-    python benchmarks/training.py
+    python -m benchmarks.training
 
 starts 2 ranks, then 4, on this machine: gloo on the CPU, or NCCL with a GPU for each rank. Two parts, `--part`:
 
@@ -28,21 +28,16 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-# This file runs as a script; let its folder's modules be benchmarks.*, so that they hide no others.
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import multiprocessing
 
-from benchmarks import training_ranks as ranks
-from benchmarks import training_report as report
 from benchmarks.origin import Origin, num_cores
 from benchmarks.report import append_csv
-from benchmarks.training_plots import draw_curves, draw_speed
-from benchmarks.training_ranks import ROUNDED, SINGLE, ULYSSES_DEGREE, Curve, Plan, Timed
+from benchmarks.training import ranks, report
+from benchmarks.training.plots import draw_curves, draw_speed
+from benchmarks.training.ranks import ROUNDED, SINGLE, ULYSSES_DEGREE, Curve, Plan, Timed
 from ringcp.modes import MODES
 
 _SMOKE = {"seq_len": [128], "rounds": 1, "curve_len": 128, "steps": 3}
@@ -124,7 +119,7 @@ def launch(plan: Plan) -> Generator[ranks.Said, None, None]:
         torch.multiprocessing.ProcessException: a rank raised or died; the others are ended.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "torch._dynamo"])  # imported once, not by each rank
+    context.set_forkserver_preload(["benchmarks.training.ranks", "torch._dynamo"])  # imported once, not by each rank
     reader, writer = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder, reader:
         started = multiprocessing.start_processes(
@@ -163,7 +158,7 @@ def main(argv: Sequence[str]) -> None:
     append_csv(args.csv, [])  # a file with other columns is refused now, not after the first measurement
     append_csv(_steps(args.csv), [], report.Step)
     cores = num_cores()
-    command = shlex.join(["python", "benchmarks/training.py", *argv])
+    command = shlex.join(["python", "-m", "benchmarks.training", *argv])
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
@@ -180,7 +175,7 @@ def main(argv: Sequence[str]) -> None:
         report.print_curves(console, curves, args.curve_len)
     _draw(args.csv, timed, curves, about, args.curve_len, console)
     if any(report.difference(curve, curves[0]).wrong for curve in curves):
-        raise SystemExit("training.py: expected curves like that of one process, got those marked as wrong above")
+        raise SystemExit("training: expected curves like that of one process, got those marked as wrong above")
 
 
 def _measure(

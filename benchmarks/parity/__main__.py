@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.origin import Origin
-from benchmarks.parity_cells import MASKS, Cell
-from benchmarks.parity_errors import Error, errors, ways
-from benchmarks.parity_page import Parity, write
-from benchmarks.parity_probe import Answer, answers, questions
-from benchmarks.parity_reports import reports, run_tests
+from benchmarks.parity.cells import MASKS, Cell
+from benchmarks.parity.errors import Error, errors, ways
+from benchmarks.parity.page import Parity, write
+from benchmarks.parity.probe import Answer, answers, questions
+from benchmarks.parity.reports import reports, run_tests
 from ringcp.testing.pool import World
 
 DTYPES = ("fp64", "fp32", "bf16")
@@ -70,7 +70,7 @@ def measure(console: Console, cells: Sequence[Cell]) -> tuple[list[Error], list[
     """The errors and the probe, with progress."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with ExitStack() as stack:
-        preload = ("benchmarks.parity_probe",)
+        preload = ("benchmarks.parity.probe",)
         pools = {n: stack.enter_context(World(n, timeout=300, preload=preload)) for n in OVER_GLOO}
         bar = stack.enter_context(Progress(*columns, console=console))
         seq_len = cells[0].seq_len

@@ -12,9 +12,9 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.origin import Origin
-from benchmarks.parity_errors import ATTENTION, ONE_KERNEL, QUANTITIES, Error, above_bar
-from benchmarks.parity_probe import Answer
-from benchmarks.parity_reports import Report, Run, verdict
+from benchmarks.parity.errors import ATTENTION, ONE_KERNEL, QUANTITIES, Error, above_bar
+from benchmarks.parity.probe import Answer
+from benchmarks.parity.reports import Report, Run, verdict
 
 COLORS = {"ring": "C0", "gather": "C1", "ulysses": "C2", "usp": "C3"}
 MARKERS = {"ring": "o", "gather": "s", "ulysses": "^", "usp": "D"}
@@ -112,7 +112,7 @@ would be rows elsewhere. The control computes without the mask, to show that the
 _REPORTS = """What went wrong for users of context parallelism in public, and what the tests with
 `@pytest.mark.report(id)` that replay it on ringcp say. "pass": the result is right; "raises": ringcp refuses by name,
 before anything is sent; "no test": mostly what ringcp does not have (yet), such as losses, data loaders and trainers. A
-fault that was reported in several places has several lines. `benchmarks/reports.csv` is the list. Tests in
+fault that was reported in several places has several lines. `benchmarks/parity/reports.csv` is the list. Tests in
 `test_context_torch.py` show the fault itself, in torch."""
 
 
