@@ -32,10 +32,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.cases import DTYPES, Case
 from benchmarks.harness import Harness
+from benchmarks.measured import Measured, print_breakdown, print_table
 from benchmarks.meters import ByWork, quiet_unless
 from benchmarks.origin import Origin
 from benchmarks.providers import BASELINE, PROVIDERS, Setting
-from benchmarks.report import Measured, append_csv, print_breakdown, print_table
+from benchmarks.rows import append_csv
 from benchmarks.runner import Effort, Job, ranks, run_case
 from ringcp.layout import LAYOUT_NAMES
 

@@ -38,7 +38,7 @@ from benchmarks.meters import quiet_unless
 from benchmarks.origin import Origin
 from benchmarks.pictures import draw_all
 from benchmarks.providers import PROVIDERS
-from benchmarks.report import append_csv
+from benchmarks.rows import append_csv
 from benchmarks.suite import SUITES, Named, Suite, varied
 from benchmarks.summary import missing, print_summary, read_results
 

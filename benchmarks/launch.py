@@ -19,10 +19,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts memo
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.harness import Harness
+from benchmarks.measured import Measured
 from benchmarks.meters import ByPlan, Pace, quiet_unless
 from benchmarks.origin import Origin
 from benchmarks.providers import BASELINE, PROVIDERS, Setting
-from benchmarks.report import Measured, append_csv
+from benchmarks.rows import append_csv
 from benchmarks.runner import Effort, Job, ranks, run_case
 from benchmarks.suite import SUITES, TWO_RANKS, Named
 

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.origin import Origin
-from benchmarks.report import Quantiles
+from benchmarks.rows import Quantiles
 from benchmarks.suite import BARE, BOTH, OF_SINGLE, PEAK, SENT, Named
 from benchmarks.summary import Key, Results
 from benchmarks.usage import Span

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cases import DTYPES, Case
 from benchmarks.harness import METRICS, Entrant, Harness, Refusal
+from benchmarks.measured import Measured, Values
 from benchmarks.memory import Layer
 from benchmarks.providers import BASELINE, PROVIDERS, Setting
-from benchmarks.report import Measured, Values, percent_of_baseline
+from benchmarks.rows import percent_of_baseline
 from benchmarks.suite import (
     BARE,
     BOTH,

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.measured import NOT_TIMED
 from benchmarks.origin import Origin
 from benchmarks.providers import BASELINE, PROVIDERS, meant_by_auto
-from benchmarks.report import NOT_TIMED, Quantiles
+from benchmarks.rows import Quantiles
 from benchmarks.suite import BOTH, OF_BEST, OF_SINGLE, PEAK, SENT, Bar, Named
 
 

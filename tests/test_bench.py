@@ -28,13 +28,14 @@ from benchmarks import (
     origin,
     pictures,
     providers,
-    report,
     runner,
     suite,
     summary,
     usage,
 )
+from benchmarks.measured import Measured, Values
 from benchmarks.origin import Origin
+from benchmarks.rows import append_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 ORIGIN = Origin("2.13.0", "a cpu", "abc", "")
@@ -138,12 +139,12 @@ def write(path, mode, values, commit="abc", provider="ringcp"):
     """A run's lines, as the benchmark appends them; a word is what was wrong."""
     where = replace(ORIGIN, commit=commit)
     if isinstance(values, str):
-        measured = report.Measured(provider, NAMED.title, mode, [], [], wrong=values)
+        measured = Measured(provider, NAMED.title, mode, [], [], wrong=values)
     else:
         seconds, percents = [[v / 1e3] * 3 for v in values], [[100.0] * 3 for _ in values]
-        more = (report.Values(suite.PEAK, "bytes", [8e6]), report.Values(suite.SENT, "bytes", [2e6]))
-        measured = report.Measured(provider, NAMED.title, mode, seconds, percents, more=more)
-    report.append_csv(path, measured.rows(where, 1))
+        more = (Values(suite.PEAK, "bytes", [8e6]), Values(suite.SENT, "bytes", [2e6]))
+        measured = Measured(provider, NAMED.title, mode, seconds, percents, more=more)
+    append_csv(path, measured.rows(where, 1))
 
 
 def test_the_latest_run_of_this_commit_counts(tmp_path):
@@ -201,8 +202,8 @@ def test_who_refuses_a_case_is_not_wrong(tmp_path):
     path = tmp_path / "x.csv"
     write(path, "single", [5.0], provider="sdpa")
     write(path, "ring", [5.0])
-    refused = report.Measured("ringcp", NAMED.title, "ulysses", [], [], refused="heads: 3")
-    report.append_csv(path, refused.rows(ORIGIN, 1))
+    refused = Measured("ringcp", NAMED.title, "ulysses", [], [], refused="heads: 3")
+    append_csv(path, refused.rows(ORIGIN, 1))
     results = summary.read_results(path, ORIGIN)
     assert results[summary.Key("ringcp", NAMED.title, "ulysses")] == summary.Found({}, refused="heads: 3")
     assert summary.missing([NAMED], ["ringcp"], results) == [], "asked again it would refuse again"
@@ -319,7 +320,7 @@ def test_a_wrong_companion_leaves_the_numbers_of_the_mode_it_stands_by(worlds, t
     measured, *_ = worlds(4).run(beside_two_wrong_ranks)
     path, title = tmp_path / "x.csv", measured[0].case
     for result in measured:
-        report.append_csv(path, result.rows(ORIGIN, 1))
+        append_csv(path, result.rows(ORIGIN, 1))
     results = summary.read_results(path, ORIGIN)
     ring, companion = (results[summary.Key("ringcp", title, mode)] for mode in ("ring", "ring on 2 ranks"))
     assert ring.wrong == ""
@@ -512,8 +513,8 @@ def test_a_suite_resumes(launches, seconds, tmp_path, capsys):
     path, only = tmp_path / "full.csv", ["--only", "causal-8k-bf16-w1", "causal-4k-bf16"]
     named = next(named for named in suite.SUITES["full"].cases if named.name == "causal-8k-bf16-w1")
     for provider, mode in (("sdpa", "single"), ("ringcp", "ring")):
-        measured = report.Measured(provider, named.title, mode, [[1.0] * 3], [[100.0] * 3])
-        report.append_csv(path, measured.rows(ORIGIN, 1))
+        measured = Measured(provider, named.title, mode, [[1.0] * 3], [[100.0] * 3])
+        append_csv(path, measured.rows(ORIGIN, 1))
     before = path.read_text()
     assert bench.main(["--suite", "full", *only, "--out", str(tmp_path)]) == 0
     assert launches == [("--nproc-per-node=2", ["causal-4k-bf16"])]
@@ -542,8 +543,8 @@ def test_an_interrupted_run_shows_what_is_there_and_says_how_to_go_on(
         path = tmp_path / f"{options[1] if '--suite' in options else 'quick'}.csv"
         for named in (suite.QUICK[0], next(named for named in suite.FULL if named.name == "window")):
             for provider, mode in (("sdpa", "single"), *named.entrants(["ringcp"])):
-                measured = report.Measured(provider, named.title, mode, [[1.0] * 3], [[100.0] * 3])
-                report.append_csv(path, measured.rows(ORIGIN, 1))
+                measured = Measured(provider, named.title, mode, [[1.0] * 3], [[100.0] * 3])
+                append_csv(path, measured.rows(ORIGIN, 1))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench.child, "run", interrupted)
@@ -608,11 +609,11 @@ def test_time_left_is_that_of_the_plan_at_the_pace_so_far(monkeypatch):
 
 def test_a_ringcp_that_is_wrong_or_refuses_is_a_failure(launches, tmp_path):
     named = next(named for named in suite.QUICK if named.name == "window")
-    wrong = report.Measured("ringcp", named.title, "ring", [], [], wrong="dk: error 1")
-    report.append_csv(tmp_path / "quick.csv", wrong.rows(ORIGIN, 1))
+    wrong = Measured("ringcp", named.title, "ring", [], [], wrong="dk: error 1")
+    append_csv(tmp_path / "quick.csv", wrong.rows(ORIGIN, 1))
     assert bench.main(["--only", "window", "--out", str(tmp_path)]) == 1
-    refused = report.Measured("ringcp", named.title, "ring", [], [], refused="mask: 1")
-    report.append_csv(tmp_path / "quick.csv", refused.rows(ORIGIN, 1))
+    refused = Measured("ringcp", named.title, "ring", [], [], refused="mask: 1")
+    append_csv(tmp_path / "quick.csv", refused.rows(ORIGIN, 1))
     assert bench.main(["--only", "window", "--out", str(tmp_path)]) == 1
 
 

@@ -12,8 +12,10 @@ import torch
 
 import ringcp
 from benchmarks import attention as runner
-from benchmarks import cases, checks, harness, providers, report
+from benchmarks import cases, checks, harness, providers
+from benchmarks.measured import Measured
 from benchmarks.origin import Origin
+from benchmarks.rows import Quantiles, Row, append_csv, percent_of_baseline, quantiles
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,7 +40,7 @@ def read(path):
 
 def test_the_command_of_the_docstring_prints_a_table_and_appends_to_the_csv(tmp_path):
     path = tmp_path / "results.csv"
-    path.write_text(",".join(report.Row.__dataclass_fields__) + "\nan,earlier,line\n")
+    path.write_text(",".join(Row.__dataclass_fields__) + "\nan,earlier,line\n")
     out = launch("--smoke", "--breakdown", "--mode", "ring", "--mask", "causal", "window:48", "--csv", str(path))
 
     assert "wrong" not in out.lower()
@@ -65,20 +67,20 @@ def test_the_command_of_the_docstring_prints_a_table_and_appends_to_the_csv(tmp_
 
 
 def test_quantiles_interpolate():
-    assert report.quantiles([3.0]) == report.Quantiles(3.0, 3.0, 3.0)
-    q = report.quantiles([5.0, 1.0, 2.0, 4.0, 3.0, 0.0])
+    assert quantiles([3.0]) == Quantiles(3.0, 3.0, 3.0)
+    q = quantiles([5.0, 1.0, 2.0, 4.0, 3.0, 0.0])
     assert (q.median, q.p20, q.p80) == pytest.approx((2.5, 1.0, 4.0))
     with pytest.raises(ValueError, match="expected at least one, got none"):
-        report.quantiles([])
+        quantiles([])
 
 
 def test_percentages_pair_the_rounds():
     # The machine is ten times slower in the second round; both feel it, and the ratio does not.
-    percents = report.percent_of_baseline([1.0, 10.0, 1.0], [1.25, 12.5, 1.25])
+    percents = percent_of_baseline([1.0, 10.0, 1.0], [1.25, 12.5, 1.25])
     assert percents == pytest.approx([80.0, 80.0, 80.0])
-    assert report.percent_of_baseline([1.0], [0.5], devices=2) == pytest.approx([100.0])
+    assert percent_of_baseline([1.0], [0.5], devices=2) == pytest.approx([100.0])
     with pytest.raises(ValueError, match="expected 1 rounds, as the baseline has, got 2"):
-        report.percent_of_baseline([1.0], [1.0, 2.0])
+        percent_of_baseline([1.0], [1.0, 2.0])
 
 
 def test_rounds_alternate_the_order_and_leave_out_the_warm_up():
@@ -220,10 +222,10 @@ def test_sampled_rows_see_what_a_block_of_keys_misses():
 
 def test_a_provider_that_is_not_timed_is_one_line_with_the_reason(tmp_path):
     origin = Origin("2.13.0", "a cpu", "abc", "torchrun")
-    wrong = report.Measured("peer", "causal", "ring", [], [], wrong="dk: error 1\n at (0, 1)")
-    report.append_csv(tmp_path / "x.csv", wrong.rows(origin, 1))
-    refused = report.Measured("peer", "window", "ring", [], [], refused="window: not here")
-    report.append_csv(tmp_path / "x.csv", refused.rows(origin, 1))
+    wrong = Measured("peer", "causal", "ring", [], [], wrong="dk: error 1\n at (0, 1)")
+    append_csv(tmp_path / "x.csv", wrong.rows(origin, 1))
+    refused = Measured("peer", "window", "ring", [], [], refused="window: not here")
+    append_csv(tmp_path / "x.csv", refused.rows(origin, 1))
     lines = [(row["metric"], row["unit"], row["median"]) for row in read(tmp_path / "x.csv")]
     assert lines == [("wrong", "dk: error 1 at (0, 1)", ""), ("refused", "window: not here", "")]
 
@@ -232,7 +234,7 @@ def test_a_csv_of_other_columns_is_refused(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="give another file name"):
-        report.append_csv(path, [])
+        append_csv(path, [])
     assert path.read_text() == "a,b\n1,2\n"
 
 

@@ -9,12 +9,13 @@ from rich.console import Console
 
 from benchmarks.cases import Case, document_lengths
 from benchmarks.harness import METRICS, Harness
+from benchmarks.origin import Origin
 from benchmarks.peers import adapters, bench
 from benchmarks.peers.rows import in_each_document
 from benchmarks.peers.standin.flash_attn import flash_attn_func, flash_attn_varlen_func
 from benchmarks.peers.standin.flash_attn import flash_attn_interface as interface
 from benchmarks.providers import PROVIDERS
-from benchmarks.report import Origin, append_csv
+from benchmarks.rows import append_csv
 from benchmarks.suite import DOCUMENTS
 from ringcp.testing import assert_close, reference_attention
 

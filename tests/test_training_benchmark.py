@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report
 from benchmarks.origin import Origin
 from benchmarks.peak_memory import peak_memory
+from benchmarks.rows import Row, append_csv
 from benchmarks.training import __main__ as training
 from benchmarks.training import ranks as training_ranks
 from benchmarks.training import report as training_report
@@ -180,7 +180,7 @@ def test_each_step_of_a_curve_is_kept(tmp_path):
     """As exactly as it was measured: a picture can be drawn from the file."""
     curve = Curve(2, "ring", [4.0, 1 / 3, 2e-7, 1.0], [0.1, math.pi, 5.0, 6.0])
     path = tmp_path / "curves.csv"
-    report.append_csv(path, training_report.steps(curve, PLAN, ORIGIN), training_report.Step)
+    append_csv(path, training_report.steps(curve, PLAN, ORIGIN), training_report.Step)
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [r["step"] for r in rows] == ["1", "2", "3", "4"]
@@ -188,7 +188,7 @@ def test_each_step_of_a_curve_is_kept(tmp_path):
     assert [float(r["gradient_norm"]) for r in rows] == curve.norms
     who = {(r["provider"], r["mode"], r["case"], r["threads"], r["commit"]) for r in rows}
     assert who == {("ringcp", "ring", "decoder fp32 B1 S512 W2, 4 steps", "1", "abc")}
-    origin_of_rows = [field.name for field in fields(report.Row)][-8:]
+    origin_of_rows = [field.name for field in fields(Row)][-8:]
     assert [field.name for field in fields(training_report.Step)][-8:] == origin_of_rows
 
 

@@ -36,9 +36,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.cases import Case
 from benchmarks.harness import METRICS, Entrant, Harness
 from benchmarks.meters import quiet_unless
+from benchmarks.origin import Origin
 from benchmarks.peers.adapters import ADAPTERS, installed
 from benchmarks.providers import BASELINE, PROVIDERS, Setting
-from benchmarks.report import Origin, Row, append_csv, quantiles
+from benchmarks.rows import Row, append_csv, quantiles
 from benchmarks.suite import DOCUMENTS, PEAK
 from benchmarks.usage import Usage
 

@@ -34,7 +34,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import multiprocessing
 
 from benchmarks.origin import Origin, num_cores
-from benchmarks.report import append_csv
+from benchmarks.rows import append_csv
 from benchmarks.training import ranks, report
 from benchmarks.training.plots import draw_curves, draw_speed
 from benchmarks.training.ranks import ROUNDED, SINGLE, ULYSSES_DEGREE, Curve, Plan, Timed

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import quantiles
+from benchmarks.rows import quantiles
 from benchmarks.training.ranks import ROUNDED, SINGLE, Curve, Timed
 from benchmarks.training.report import relative
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.origin import Origin
-from benchmarks.report import Row, percent_of_baseline, quantiles
+from benchmarks.rows import Row, percent_of_baseline, quantiles
 from benchmarks.training.ranks import ROUNDED, SINGLE, Curve, Plan, Timed
 
 FIRST_STEPS = 3  # in which rounding has not grown yet
@@ -61,7 +61,7 @@ def percents(timed: Timed, single: Timed, devices: int) -> list[float]:
 @dataclass(frozen=True)
 class Step:
     """One line of the CSV of curves: what a step said, for the picture. The columns about its origin are those of
-    `benchmarks.report.Row`.
+    `benchmarks.rows.Row`.
     """
 
     provider: str
