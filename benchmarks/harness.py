@@ -210,7 +210,9 @@ class Harness:
         with batches() as backward:
             entrant.backward(out)
         moved = forward, backward
-        return Transfers(entrant.provider, f"{BARE} {entrant.mode}", _absent, entrant.tensors, None, BARE, moved)
+        return Transfers(
+            entrant.provider, f"{BARE} {entrant.mode}", _absent, entrant.tensors, None, BARE, batches=moved
+        )
 
     def rounds(
         self, entrants: Sequence[Entrant], *, warmup: int, rounds: int, progress: Callable[[], None]
