@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,9 +14,10 @@ from torch import Tensor
 
 import ringcp
 from benchmarks.checks import Rows, compare, results_at, sampled
+from benchmarks.origin import num_cores
 from benchmarks.providers import PROVIDERS, Attention, Provider, Setting
 from benchmarks.suite import BARE
-from benchmarks.usage import Span, Usage, spans, usage_of
+from benchmarks.usage import Batch, Span, Usage, batches, spans, usage_of
 
 METRICS = ("forward+backward", "forward", "backward")
 
@@ -25,7 +25,7 @@ METRICS = ("forward+backward", "forward", "backward")
 # libgomp, 2 cores: 122, 237, 122, 237 ms for 2, 1, 2, 1 threads). But the idle workers spin on, 9 ms of CPU after the
 # last parallel region, before they sleep. The wait policy stays what any user of SDPA has, so that the baseline is
 # theirs; what follows it starts when the spinning is over.
-_SPIN_S = 0.03
+SPIN_S = 0.03
 
 
 @dataclass(frozen=True)
@@ -59,27 +59,23 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Transfers(Entrant):
-    """Only bytes, and as many as another entrant sends: one batch of P2P between two ranks in each direction.
+    """Only the messages of another entrant's call: as many, as long, in the same batches and order, nothing else.
 
-    sizes: what this rank sends in forward and in backward, and what it receives.
+    batches: those of forward, and those of backward; their buffers are there before the time starts.
     """
 
-    sizes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    batches: tuple[Sequence[Batch], Sequence[Batch]] = ((), ())
 
     def forward(self) -> Any:
-        self._move(*self.sizes[0])
+        self._move(self.batches[0])
 
     def backward(self, out: Any) -> Any:
-        self._move(*self.sizes[1])
+        self._move(self.batches[1])
 
-    def _move(self, sent: int, received: int) -> None:
-        leaving, coming = torch.zeros(sent, dtype=torch.uint8), torch.empty(received, dtype=torch.uint8)
-        other = 1 - dist.get_rank()
-        ops = [(dist.isend, leaving), (dist.irecv, coming)]
-        device = self.tensors[0].device
-        batch = [dist.P2POp(op, x.to(device), other) for op, x in ops if x.numel()]
-        for work in dist.batch_isend_irecv(batch) if batch else []:
-            work.wait()
+    def _move(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()
 
 
 @dataclass(frozen=True)
@@ -111,6 +107,10 @@ class Breakdown:
         return self.seconds - self.compute_s - self.wait_s
 
 
+class Refusal(str):
+    """What a provider said that raised NotImplementedError, as one does that cannot compute the case."""
+
+
 class Checked(NamedTuple):
     """One call of a provider against the reference: what is wrong, empty if nothing is, and the seconds of the call on
     the slowest rank. The last two are the same on every rank.
@@ -134,8 +134,7 @@ class Harness:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # A group of its own on gloo, whose waiting ranks sleep: 6 ms of CPU in 2 s. NCCL's would spin.
         self._control = dist.new_group(backend="gloo")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.baseline_threads = min(cores, self.world_size * threads)
+        self.baseline_threads = min(num_cores(), self.world_size * threads)
         torch.set_num_threads(threads)
 
     def threads_of(self, provider: str) -> int:
@@ -157,7 +156,7 @@ class Harness:
 
     def admit(self, provider: str, setting: Setting) -> Entrant | str:
         """Prepares a provider, and holds it against the reference: in a small case of this kind, then by rows in the
-        case itself, which is a first call and warms up. Or what is wrong with its out, dq, dk or dv.
+        case itself, which is a first call and warms up. Or what is wrong with its out, dq, dk or dv; or its refusal.
         """
         problem = self.checked(provider, replace(setting, case=setting.case.small()), by_rows=False).problem
         if problem:
@@ -179,11 +178,13 @@ class Harness:
                     found = results_at(rows, entrant.attention, entrant.tensors, entrant.layout, self.rank)
                     seconds = self._now() - start
         except Exception as raised:
-            error = f"rank {self.rank} raised {type(raised).__name__}: {raised}"
+            kind = Refusal if isinstance(raised, NotImplementedError) else str
+            error = kind(f"rank {self.rank} raised {type(raised).__name__}: {raised}")
         by_rank: list[tuple[Rows | None, str, float]] = [(None, "", 0.0)] * self.world_size
         dist.all_gather_object(by_rank, (found, error, seconds), group=self._control)
         errors = [error for _, error, _ in by_rank if error]
-        verdict = [errors[0] if errors else ""]
+        # A rank that refuses may leave its peers waiting for it, so their errors count.
+        verdict = [next((e for e in errors if not isinstance(e, Refusal)), errors[0] if errors else "")]
         if self.rank == 0 and not errors:
             with self._all_cores():
                 verdict = [compare(case, rows, [found for found, *_ in by_rank if found is not None], self.device)]
@@ -218,17 +219,15 @@ class Harness:
         return by_rank
 
     def bare(self, entrant: Entrant) -> Transfers:
-        """The transfers of a call between two ranks, by themselves."""
-        assert self.world_size == 2, "each rank has one other"
-        with ringcp.record() as recorder:
-            self._clock(entrant)
-        sizes = []
-        for direction in ("forward", "backward"):
-            steps = [step for step in recorder.steps if step.direction.startswith(direction)]
-            sizes.append((sum(s.bytes_sent for s in steps), sum(s.bytes_received for s in steps)))
-        name = f"{BARE} {entrant.mode}"
-        sent_and_received = sizes[0], sizes[1]
-        return Transfers(entrant.provider, name, _absent, entrant.tensors, None, BARE, sizes=sent_and_received)
+        """The transfers of a call by themselves. Of one that waits for each batch before it posts the next."""
+        with batches() as forward:
+            out = entrant.forward()
+        with batches() as backward:
+            entrant.backward(out)
+        moved = forward, backward
+        return Transfers(
+            entrant.provider, f"{BARE} {entrant.mode}", _absent, entrant.tensors, None, BARE, batches=moved
+        )
 
     def rounds(
         self, entrants: Sequence[Entrant], *, warmup: int, rounds: int, progress: Callable[[], None]
@@ -295,7 +294,7 @@ class Harness:
             yield
         finally:
             torch.set_num_threads(self.threads)
-            time.sleep(_SPIN_S)
+            time.sleep(SPIN_S)
 
     def _clock(self, entrant: Entrant) -> list[float]:
         """Seconds on this rank, in the order of `METRICS`."""

@@ -24,13 +24,15 @@ _VOTE_TAG, _WORDS_TAG = 1 << 30, (1 << 30) + 1
 
 class Told(NamedTuple):
     """What a rank tells the others: local lengths of queries, and of keys and values; the seed that it drew; whether it
-    can keep what an exchange brings.
+    can keep what an exchange brings; the last two dims of its attn_mask.
     """
 
     q: int
     kv: int
     seed: int = 0
     keep: bool = False
+    mask_rows: int = -1
+    mask_keys: int = -1
 
 
 class Vote(NamedTuple):
@@ -42,11 +44,13 @@ class Vote(NamedTuple):
     local_kv_len: int
     seed: int
     keep: int
+    mask_rows: int
+    mask_keys: int
     refused: int
 
     @property
     def told(self) -> Told:
-        return Told(self.local_len, self.local_kv_len, self.seed, bool(self.keep))
+        return Told(self.local_len, self.local_kv_len, self.seed, bool(self.keep), self.mask_rows, self.mask_keys)
 
 
 def signature(description: str) -> int:

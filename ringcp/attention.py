@@ -85,22 +85,24 @@ def attention(
         scale: factor on the scores; None is ``D ** -0.5``.
         softcap: a positive C: scaled scores become ``C * tanh(score / C)`` before they are masked (Gemma 2); None is no
             cap. Few kernels can: on a CPU "reference", which "auto" then takes without a word, with memory for the
-            score matrix of each launch; on a GPU "flash2", "flash3" and "flash4", if installed.
+            score matrix of each launch; on a GPU "flash2", "flash3" and "flash4", if installed, and "flex".
         alibi_slopes: (Hq,) or (B, Hq), fp32, the same on every rank: ``-slope * |i - j|`` is added to the scaled
             (and capped) score of query i and key j, positions of the whole sequence (ALiBi, Press et al. 2022, as
-            flash-attn has it for queries and keys of one length). No gradient. Kernels: "reference", and on a CPU
-            "sdpa_flash_cpu", which makes the bias of some rows at a time; so on a GPU "auto" is "reference", with
-            memory for the score matrix of each launch.
+            flash-attn has it for queries and keys of one length). No gradient. Kernels: "reference", on a CPU
+            "sdpa_flash_cpu", which makes the bias of some rows at a time, and on a GPU "flex", which compiles it in.
         dropout_p: the probability with which a weight is dropped after the softmax, the others divided by 1 - p; 0.0 in
             evaluation is the caller's to say. The lse does not see it. The seed is drawn from torch's generator of the
             CPU; that of rank 0 counts, so a call with dropout always votes. What is dropped depends on the seed, batch
             row, head and positions alone: every mode, layout and number of ranks drops the same. Only
             ``kernel="reference"`` can, and has to be named: it needs memory for the score matrix of each launch.
         kernel: "auto"; a family of kernels, "sdpa"; or one of them: "flash3", "flash4", "flash2" (the packages, if
-            installed), "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash_cpu" (built into torch), "reference"
-            (plain matmuls, memory for the whole score matrix).
+            installed), "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash_cpu" (built into torch), "flex"
+            (FlexAttention, compiled at the first call of a kind, with one forward more in backward; "auto" takes it on
+            a GPU for a `Predicate`, ALiBi or a softcap), "reference" (plain matmuls, memory for the whole score
+            matrix).
         sinks: (Hq,) logits that take part in each row's softmax without a value (attention sinks), not capped, the
-            same on every rank; differentiable: each rank gets the gradient of its own rows, as for any parameter.
+            same on every rank (values are not compared); differentiable: each rank gets the gradient of its own rows,
+            as for any parameter.
         return_lse: also return the log-sum-exp of the scaled (and capped, and biased) scores.
         agree: when the ranks vote on their arguments: "call", before each call (default on CPU), or "context" (default
             on CUDA): not in this call, if `seq_len` or a `Layout` says the length and nothing is dropped. Without a

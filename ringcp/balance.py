@@ -117,7 +117,7 @@ def _chosen(mask: Mask, seq_len: int, world_size: int) -> Layout:
 
 
 def _check_length(mask: Mask, seq_len: int) -> None:
-    wrong = mask.problem(mask.rows or 1, seq_len)
+    wrong = mask.problem(None, seq_len)
     if wrong:
         raise LayoutError(wrong)
 

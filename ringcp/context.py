@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringcp.active import Session, active_session, is_active, sessions
 from ringcp.agreement import slopes_text
 from ringcp.ambient import layout_around
-from ringcp.balance import choose_layout
-from ringcp.checks import check_agree, check_layout, check_mode, check_save, shown
-from ringcp.errors import ArgumentError, LayoutError, RingcpError, UnsupportedError
+from ringcp.checks import check_agree, check_layout, check_mode, check_save
+from ringcp.context_buffers import Given, check_no_documents, checked_buffers, layout_of, listed, sized
+from ringcp.errors import ArgumentError, LayoutError, RingcpError
 from ringcp.groups import GroupState, group_of, state_of
 from ringcp.inplace import Buffer, sharded_in_place
 from ringcp.interception import intercepted
 from ringcp.kernels.registry import check_kernel_name
-from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
+from ringcp.layout import LAYOUT_NAMES, Layout
 from ringcp.mask import Mask
 from ringcp.options import Options, degree_in, options_problem, seconds_of
 from ringcp.rotate import rotate_mode
@@ -86,7 +82,11 @@ def context_parallel(
             there are a mask and buffers to say how long the sequence is, otherwise head-tail.
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
             Say here all that the calls leave out, so that the work is balanced by it: ``Documents(...) & Causal()``.
-            None: as each call says; it is refused if a buffer looks like the position ids of packed documents.
+            None: as each call says; it is refused if a buffer looks like the position ids of packed documents. An
+            ``attn_mask`` of a call, bool or added to the scores, holds beside it. Its last two dims are (1, this rank's
+            keys), as of a padding mask that is a buffer, or (this rank's rows or 1, all keys in their order); others
+            raise, but for a rank alone. A row that sees no key, or only numbers beside which no score shows
+            (``torch.finfo(dtype).min``), is 0. Such a call always votes; kernels: "sdpa_flash_cpu" and "reference".
         softcap, alibi_slopes: as in `ringcp.attention`, in every call of the body.
         kernel: as in `ringcp.attention`. A call with ``dropout_p`` above 0 raises unless it is "reference", the one
             kernel with dropout; which weights a call drops depends on the seed and not on the number of ranks.
@@ -108,7 +108,7 @@ def context_parallel(
     """
     group = group_of(mesh)
     state = state_of(group)
-    given: list[_Given] = []
+    given: list[Given] = []
     words, seconds = "", None
     failure: Exception | None = None
     refusal: RingcpError | None = None
@@ -128,15 +128,15 @@ def context_parallel(
             timeout=timeout,
         ).with_agree(mesh.device_type)
         check_options(options, state.world_size)
-        given = _checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
-        layout = _sized(layout, given, mask, state.world_size)
+        given = checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
+        layout = sized(layout, given, mask, state.world_size)
         if mask is None:
-            _check_no_documents(given, layout)
+            check_no_documents(given, layout)
         seconds = seconds_of(timeout)
         context = make_context(mesh, group.group_name, state.rank, options._replace(layout=layout))
         held = []
         if isinstance(layout, Layout):
-            held = [Buffer(*each, _layout_of(each, layout), group, state, seconds) for each in given]
+            held = [Buffer(*each, layout_of(each, layout), group, state, seconds) for each in given]
         words = "; ".join(
             [
                 f"call=context_parallel; layout={layout!r}; mask={mask}; mode={options.mode}; ulysses_degree={degree}; "
@@ -232,7 +232,7 @@ def context_parallel_unshard(
     group = group_of(mesh)
     state = state_of(group)
     try:
-        tensors, dims = _listed("buffers", buffers, "tensors"), _listed("seq_dims", seq_dims, "integers")
+        tensors, dims = listed("buffers", buffers, "tensors"), listed("seq_dims", seq_dims, "integers")
         if len(tensors) != len(dims):
             raise ArgumentError(
                 f"seq_dims: expected one for each of the {len(tensors)} buffers, got {len(dims)}; give one dim a buffer"
@@ -259,23 +259,6 @@ def _layout_of_shards(group_name: str, state: GroupState) -> Layout | str:
     )
 
 
-class _Given(NamedTuple):
-    """A buffer as given."""
-
-    tensor: Tensor
-    dim: int
-    name: str
-    restore: bool
-
-    @property
-    def seq_len(self) -> int:
-        return self.tensor.shape[self.dim]
-
-    def __str__(self) -> str:
-        notes = (" requires_grad" * self.tensor.requires_grad) + (" not restored" * (not self.restore))
-        return f"{tuple(self.tensor.shape)} {self.tensor.dtype} along dim {self.dim % self.tensor.ndim}{notes}"
-
-
 def _mode_of_rotation(degree: int | None) -> str:
     """What "auto" means here: what `set_rotate_method` has said, if it has."""
     mode = rotate_mode() or "auto"
@@ -295,127 +278,3 @@ def check_options(options: Options, world_size: int) -> None:
     check_kernel_name(options.kernel)
     check_agree(options.agree)
     check_save(options.save)
-
-
-def _checked_buffers(buffers: object, dims: object, no_restore: object) -> list[_Given]:
-    """Every buffer by itself: a tensor that can be exchanged in place, with a dim, once."""
-    tensors = _listed("buffers", buffers, "tensors")
-    seq_dims = _listed("buffer_seq_dims", dims, "integers")
-    kept = _listed("no_restore_buffers", no_restore, "tensors")
-    if len(tensors) != len(seq_dims):
-        raise ArgumentError(
-            f"buffer_seq_dims: expected one for each of the {len(tensors)} buffers, got {len(seq_dims)}; "
-            "give one sequence dim a buffer"
-        )
-    for i, x in enumerate(kept):
-        if not any(x is buffer for buffer in tensors):
-            raise ArgumentError(
-                f"no_restore_buffers: expected tensors of buffers, got another as number {i}; list it in buffers too, "
-                "or shard it with ringcp.shard"
-            )
-    given: list[_Given] = []
-    for i, (x, dim) in enumerate(zip(tensors, seq_dims, strict=True)):
-        restore = not any(x is buffer for buffer in kept)
-        _check_buffer(x, dim, f"buffers[{i}]", restore)
-        twice = next((g.name for g in given if g.tensor is x), None)
-        if twice is not None:
-            raise ArgumentError(f"buffers[{i}]: expected each tensor once, got {twice} again; list it once")
-        given.append(_Given(x, dim, f"buffers[{i}]", restore))
-    return given
-
-
-def _listed(name: str, value: object, what: str) -> list[Any]:
-    if value is None:
-        return []
-    if isinstance(value, (Tensor, str, Mapping)) or not isinstance(value, Iterable):
-        got = shown(value) if isinstance(value, Tensor) else type(value).__name__
-        raise ArgumentError(f"{name}: expected a list of {what}, got {got}; write {name}=[...]")
-    return list(value)
-
-
-def _check_buffer(x: object, dim: object, name: str, restore: bool) -> None:
-    if not isinstance(x, Tensor):
-        raise ArgumentError(
-            f"{name}: expected a tensor, got {type(x).__name__}; pass a mask as mask=, and what holds tensors through "
-            "ringcp.shard"
-        )
-    if x.is_nested or is_traceable_wrapper_subclass(x) or x.layout != torch.strided:
-        raise UnsupportedError(
-            f"{name}: expected a plain dense tensor, got {type(x).__name__} with layout {x.layout}; "
-            "pass what it holds, or use ringcp.shard"
-        )
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
-        raise LayoutError(
-            f"buffer_seq_dims: expected a dim of {name} with {x.ndim} dims, got {dim!r}; name its sequence dim"
-        )
-    if not x.is_leaf:
-        raise ArgumentError(
-            f"{name}: expected a leaf, or a tensor that requires no gradient, got the result of {x.grad_fn}; "
-            f"cut it differentiably: ringcp.shard(x, mesh, dim={dim})"
-        )
-    if x.grad is not None and not restore:
-        raise ArgumentError(
-            f"{name}: expected no .grad on a buffer that stays a shard, got one of shape {tuple(x.grad.shape)}; "
-            "set it to None, or use ringcp.shard"
-        )
-    if any(session.holds(x) for session in sessions()):
-        raise ArgumentError(
-            f"{name}: expected a tensor with the whole sequence, got one that an enclosing context_parallel has "
-            "sharded; leave it out here, or use ringcp.shard"
-        )
-
-
-def _check_no_documents(given: Sequence[_Given], layout: Layout | str) -> None:
-    """Refuse position ids that start anew, for which no mask was given: the documents would see each other."""
-    for g in given:
-        x = g.tensor
-        if x.dtype not in (torch.int32, torch.int64) or not x.numel():
-            continue
-        rows = x.movedim(g.dim, -1).reshape(-1, g.seq_len)
-        if isinstance(layout, Layout):  # behind replicated tokens, the rest may count from 0 again
-            rows = rows[:, _layout_of(g, layout).replicated :]
-        if _restarts(rows):
-            raise ArgumentError(
-                f"mask: expected one, since {g.name} looks like the position ids of packed documents (0, 1, 2, ... "
-                "anew in each), got None; pass mask=ringcp.Documents(position_ids=...), or ringcp.Full() if all attend "
-                "(is_causal= counts in both cases)"
-            )
-
-
-def _restarts(rows: Tensor) -> bool:
-    """Whether each row is runs 0, 1, 2, ..., and some row two or more, one of them longer than one token."""
-    starts = rows == 0
-    runs = starts[:, 1:] | (rows[:, 1:] == rows[:, :-1] + 1)
-    packed = (starts.sum(1) > 1) & ~starts.all(1)
-    return bool((starts[:, 0] & runs.all(1)).all() and packed.any())
-
-
-def _sized(layout: Layout | str, given: Sequence[_Given], mask: Mask | None, world_size: int) -> Layout | str:
-    """The layout with its length, from the buffers if there are any."""
-    if isinstance(layout, Layout):
-        expected, like = f"{layout.seq_len} tokens", repr(layout)
-        lengths = {layout.seq_len, layout.rest.seq_len}
-        if layout.replicated:
-            expected += f", or the {layout.rest.seq_len} that are not on every rank,"
-    elif given:
-        seq_len = Counter(g.seq_len for g in given).most_common(1)[0][0]
-        like = next(g.name for g in given if g.seq_len == seq_len)
-        expected, lengths = f"{seq_len} tokens", {seq_len}
-    else:
-        return "head_tail" if layout == "auto" else layout
-    for g in given:
-        if g.seq_len not in lengths:
-            raise LayoutError(
-                f"{g.name}: expected {expected} in dim {g.dim}, like {like}, got {g.seq_len}; cut a longer table "
-                "to the length of the sequence, and what is no part of it with ringcp.shard"
-            )
-    if isinstance(layout, Layout):
-        return layout
-    if layout == "auto" and mask is not None:
-        return choose_layout(mask, seq_len, world_size)
-    return layout_named(layout, seq_len, world_size)
-
-
-def _layout_of(given: _Given, layout: Layout) -> Layout:
-    """Of one buffer: with the replicated tokens in front, or of the rest alone."""
-    return layout if given.seq_len == layout.seq_len else layout.rest

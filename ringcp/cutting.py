@@ -39,6 +39,7 @@ class Caps:
     band: how it takes other bands: "any" at the price of the pairs, "mask" through a dense mask at the price
         of the whole rectangle, or "none".
     varlen: whether one launch takes many sequences, each of its own length (see `ringcp.kernels.packed.Packing`).
+    functions: whether it takes masks that functions say as these functions (see `ringcp.kernels.pairwise.Allowed`).
     forward, backward: what suits it best then.
     half: the caps for dtypes of two bytes, where they are others.
     """
@@ -46,6 +47,7 @@ class Caps:
     causal: Literal["square", "top_left", "bottom_right", "none"]
     band: Literal["any", "mask", "none"]
     varlen: bool = False
+    functions: bool = False
     forward: Strips = _STRIPS
     backward: Strips = _STRIPS
     half: Caps | None = None

@@ -156,15 +156,14 @@ def _around(
         assert coming is not None, "posted while the part before was computed"
         whole = yield from coming()
         coming = start(i + 1) if i + 1 < len(parts) else None
-        computed = results(*(yield from compute(i, *whole)))
+        computed = [*results(*(yield from compute(i, *whole)))]
         del whole
-        if not local:
-            me = part.exchange.place
-            local = [f.empty(getattr(num_heads, f.of), f.num_rows(part.exchange, me)) for f in computed]
+        leaving, own = _packed(part, computed)
         if going is not None:
             yield from going()
-        going = _to_rows(part, direction, 2 * i + 1, computed, local)
-        del computed
+            going = None  # and what it has brought
+        going = _to_rows(part, direction, 2 * i + 1, leaving, own, local, num_heads)
+        del leaving
     assert going is not None, "a run has a part"
     yield from going()
     return local
@@ -206,52 +205,64 @@ def _to_heads(
     return arrival
 
 
-def _to_rows(part: Part, direction: str, step: int, fields: Sequence[_Field], local: Sequence[Tensor]) -> _Arrival:
-    """Into `local`: the local rows, from all rows of the ring rank for this rank's heads."""
+def _packed(part: Part, fields: list[_Field]) -> tuple[dict[int, _Box], list[_Field]]:
+    """What goes to each peer, its rows of this rank's heads; and the own rows of them.
+
+    `fields` is emptied, so that nothing is there twice for longer than it takes.
+    """
+    exchange, num = part.exchange, len(fields)
+    me = exchange.place
+    leaving = {place: _box(exchange, fields, heads_of=me, rows_of=place) for place in exchange.others}
+    own: list[_Field] = []
+    for i in range(num):
+        field = fields.pop(0)
+        mine = field.empty(length_of(field.heads(exchange, me)), field.num_rows(exchange, me))
+        for place, target in ((me, mine), *((place, box.parts[i]) for place, box in leaving.items())):
+            for placed in field.rows(exchange, place):
+                target[:, :, placed.local_rows].copy_(field.x[:, :, placed.block_rows])
+        own.append(field._replace(x=mine))
+    return leaving, own
+
+
+def _to_rows(
+    part: Part,
+    direction: str,
+    step: int,
+    leaving: Mapping[int, _Box],
+    own: list[_Field],
+    local: list[Tensor],
+    num_heads: Heads,
+) -> _Arrival:
+    """Into `local`, which the first part fills: the local rows of all heads, from what the ranks have `_packed`."""
     exchange = part.exchange
     me = exchange.place
-
-    def take(packed: Tensor, field: _Field, place: int) -> None:
-        for placed in field.rows(exchange, place):
-            packed[:, :, placed.local_rows].copy_(field.x[:, :, placed.block_rows])
-
-    leaving = {place: _box(exchange, fields, heads_of=me, rows_of=place) for place in exchange.others}
-    for place, box in leaving.items():
-        for field, packed in zip(fields, box.parts, strict=True):
-            take(packed, field, place)
-    coming = {place: _box(exchange, fields, heads_of=place, rows_of=me) for place in exchange.others}
-    # Nothing is added to what one rank alone computes: its own part goes where it belongs.
-    summed = [field.of == "kv" and exchange.sums for field in fields]
-    own = [
-        field.empty(length_of(field.heads(exchange, me)), field.num_rows(exchange, me))
-        if adds
-        else _heads(x, field.heads(exchange, me))
-        for x, field, adds in zip(local, fields, summed, strict=True)
-    ]
-
-    def take_own() -> None:
-        for packed, field in zip(own, fields, strict=True):
-            take(packed, field, me)
-
-    arrived = _swap(part, fields[0].x.device, direction, step, leaving, coming, take_own)
+    coming = {place: _box(exchange, own, heads_of=place, rows_of=me) for place in exchange.others}
+    arrived = _swap(part, own[0].x.device, direction, step, leaving, coming, lambda: None)
 
     def arrival() -> Generator[Pending, None, list[Tensor]]:
         yield from arrived()
-        for x, field, adds, mine, *boxed in zip(
-            local, fields, summed, own, *(box.parts for box in coming.values()), strict=True
-        ):
-            if adds and part.first:
-                x.zero_()
-            by_place = dict(zip(coming, boxed, strict=True))
-            for place in range(len(exchange.shares)):
-                target = _heads(x, field.heads(exchange, place))
-                if adds:
-                    target.add_(by_place.get(place, mine))
-                elif place != me:
-                    target.copy_(by_place[place])
+        for i in range(len(own)):
+            field = own.pop(0)
+            if part.first:
+                local.append(field.empty(getattr(num_heads, field.of), field.num_rows(exchange, me)))
+            _put_together(local[i], part, field, {place: box.parts[i] for place, box in coming.items()})
         return list(local)
 
     return arrival
+
+
+def _put_together(x: Tensor, part: Part, own: _Field, coming: Mapping[int, Tensor]) -> None:
+    """Into the local rows of all heads: those of each rank's heads; sums, where a head is of several ranks."""
+    exchange = part.exchange
+    sums = own.of == "kv" and exchange.sums
+    if sums and part.first:
+        x.zero_()
+    for place in range(len(exchange.shares)):
+        target = _heads(x, own.heads(exchange, place))
+        if sums:
+            target.add_(coming.get(place, own.x))
+        else:
+            target.copy_(coming.get(place, own.x))
 
 
 def _swap(
@@ -279,9 +290,11 @@ def _swap(
     log.mark()
 
     def arrived() -> Generator[Pending, None, None]:
+        nonlocal pending
         log.mark()
         yield from waited(pending, f"ringcp::{direction} exchange {step} wait")
         log.mark()
+        pending = None  # what has left is free now
 
     return arrived
 

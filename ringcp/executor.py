@@ -17,8 +17,10 @@ Nout own rows that go, where those that go to several ranks count once; backward
 in the accumulator's dtype, for the sum over the block, its parts that go and the Nback rows that come, one for each row
 and rank that has needed it, beside N R for the N own rows and dq. With a full mask Nback = Nin = Ng - N and Nout = N.
 
-A mask that functions say costs a bool for each row and key of one call, for each head and batch row if they differ;
-the bias of ALiBi in "sdpa_flash_cpu" is made for some rows at a time.
+A mask that functions say costs a bool for each row and key of one call, for each head and batch row if they differ,
+unless "flex" compiles it in; the bias of ALiBi, and of an attn_mask of rows, in "sdpa_flash_cpu" is made for some rows
+at a time. Of an attn_mask of keys each rank holds that of all keys, of one of rows in an exchange the rows of its ring
+rank.
 Calls that share a launch are packed: their rows of q, k and v once more, in backward also of dout, out and lse.
 """
 
@@ -190,7 +192,7 @@ def _forward(
         form=call.form,
         scale=job.scale,
         softcap=job.softcap,
-        **({} if written is None else written.keywords(call)),
+        **({} if written is None else written.keywords(call, job.kernel.caps.functions)),
     )
     return [(call, out, lse)]
 
@@ -224,7 +226,7 @@ def _backward(
         form=call.form,
         scale=job.scale,
         softcap=job.softcap,
-        **({} if written is None else written.keywords(call)),
+        **({} if written is None else written.keywords(call, job.kernel.caps.functions)),
     )
     return [(call, dq)], [(call, dk, dv)]
 
@@ -255,12 +257,17 @@ def _post(
 
 
 def tag_of(job: Job, direction: str, step: int, what: str) -> int:
+    """The tag of a message of a job."""
+    return tag_of_call(job.call, job.fingerprint, direction, step, what)
+
+
+def tag_of_call(call: int, fingerprint: int, direction: str, step: int, what: str) -> int:
     """The tag of a message. Those of calls that differ in any way never match: gloo would abort, or leave a stale tail.
 
     Bits: 29 to keep away from a user's own tags, 12 to 28 the call, 2 to 11 the step, direction, what.
     """
-    call = (job.fingerprint + job.call * 40503) % (1 << 17)
-    return 1 << 29 | call << 12 | step % 1024 << 2 | (direction == "backward") << 1 | (what == "dkv")
+    of_call = (fingerprint + call * 40503) % (1 << 17)
+    return 1 << 29 | of_call << 12 | step % 1024 << 2 | (direction == "backward") << 1 | (what == "dkv")
 
 
 def num_bytes(parcels: Sequence[Parcel]) -> int:

@@ -41,22 +41,35 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_nam
         agree="call",
     )
 
+    q_copies, q_others, k_copies, k_others = slice(num_q), slice(num_q, None), slice(num_k), slice(num_k, None)
     # First the call that votes. A joint layout means its rest there.
-    of_rest = _Part(*call_op(q_rest, k_rest, v_rest, options, group_name, needs_lse=True))
+    voting = _masked(options, q_others, k_others)
+    of_rest = _Part(*call_op(q_rest, k_rest, v_rest, voting, group_name, needs_lse=True))
+    here = here._replace(attn_mask=options.attn_mask)
     parts = [of_rest]
     if num_k:
-        parts.append(_Part(*call_op(q_rest, k_copy, v_copy, here, "", needs_lse=True)))
+        alone = _masked(here, q_others, k_copies)
+        parts.append(_Part(*call_op(q_rest, k_copy, v_copy, alone, "", needs_lse=True)))
     result = _merged(parts)
     if num_q:
-        partial = call_op(q_copy, k_rest, v_rest, here, "", needs_lse=True)
+        partial = call_op(q_copy, k_rest, v_rest, _masked(here, q_copies, k_others), "", needs_lse=True)
         assert isinstance(options.layout, Layout), "a name has no replicated tokens"
         partials = of_all_ranks(*partial, of_rest.lse, options.layout.world_size, *where)
         parts = [_Part(*pair) for pair in zip(*partials, strict=True)]
         if num_k:
-            parts.insert(0, _Part(*call_op(q_copy, k_copy, v_copy, here, "", needs_lse=True)))
+            alone = _masked(here, q_copies, k_copies)
+            parts.insert(0, _Part(*call_op(q_copy, k_copy, v_copy, alone, "", needs_lse=True)))
         of_copies = _merged(parts)
         result = _Part(*(torch.cat(pair, 2) for pair in zip(of_copies, result, strict=True)))
     return result
+
+
+def _masked(options: Options, rows: slice, keys: slice) -> Options:
+    """With the part of attn_mask that is of these rows, if it has more than one, and keys."""
+    mask = options.attn_mask
+    if mask is None:
+        return options
+    return options._replace(attn_mask=mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys])
 
 
 def _replicated(layout: Layout | str) -> int:

@@ -319,7 +319,7 @@ def Joint(*, replicated: int, rest: Layout) -> Layout:
     layer would multiply it by the number of ranks.)
 
     As `kv_layout=` of cross-attention, ``Joint(replicated=n, rest=Contiguous(0, mesh.size()))`` is an encoder memory of
-    n tokens that every rank holds.
+    n tokens that every rank holds; every query attends to all of it, and a mask is refused.
 
     Raises:
         LayoutError: a `replicated` or `rest` that is none.
@@ -338,7 +338,10 @@ def HeadTail(seq_len: int, world_size: int) -> Layout:
 
 
 def Striped(seq_len: int, world_size: int) -> Layout:
-    """Rank r owns tokens r, r + world_size, ...: causal work is nearly even, windows touch every rank."""
+    """Rank r owns tokens r, r + world_size, ...: causal work is nearly even, windows touch every rank.
+
+    In "ring" mode, a mask that reaches `world_size` tokens or more passes all keys from rank to rank, needed or not.
+    """
     return Layout(_CODES["striped"], seq_len, world_size)
 
 

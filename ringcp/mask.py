@@ -1,7 +1,7 @@
 """Masks: which pairs of global positions attend. A small algebra, closed under ``&`` and ``|``.
 
 The one question to a mask is `Mask.pieces`: the disjoint bands of one rectangle of the score matrix. The answer is
-as long as the number of pieces, never as the area. What masks are made of is in `mask_nodes.py`.
+as long as the number of pieces, never as the area. What masks are made of is in `mask_nodes.py` and `row_nodes.py`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,16 @@ from torch import Tensor
 from ringcp.band import Band, Range
 from ringcp.errors import ArgumentError
 from ringcp.layout import Span
-from ringcp.mask_mods import named, rectangles
-from ringcp.mask_nodes import (
-    AndNode,
-    BlocksNode,
-    CausalNode,
-    ChunkedNode,
-    DocumentsNode,
-    FullNode,
-    OrNode,
-    PaddingNode,
-    PrefixNode,
-    WindowNode,
-)
+from ringcp.mask_mods import MaskMod, named, rectangles
+from ringcp.mask_nodes import AndNode, CausalNode, ChunkedNode, FullNode, OrNode, WindowNode
 from ringcp.mask_spec import decode, encode
 from ringcp.node import Indices, Node, Pair, Sizes
 from ringcp.predicate_node import BlockMaskNode, PredicateNode
+from ringcp.row_nodes import BlocksNode, DocumentsNode, PaddingNode, PrefixNode
 from ringcp.spec import host_int64
 
 # Specs are padded to a multiple of this, so that different masks have specs of one shape and compile once.
-_SPEC_WORDS = 16
+_SPEC_WORDS = 32
 
 
 class Pieces(Hashable, Protocol):
@@ -98,6 +88,11 @@ class Mask:
         return bool(self._node.mods)
 
     @cached_property
+    def conjunction(self) -> tuple[MaskMod, ...]:
+        """The functions that all have to allow a pair of its pieces, if that is the mask; none of what ``|`` makes."""
+        return _conjunction(self._node)
+
+    @cached_property
     def superset(self) -> Mask:
         """A mask without functions, of the same pieces: what may be remembered without holding what they capture."""
         return Mask(self._node.superset()) if self.explicit else self
@@ -114,20 +109,13 @@ class Mask:
             one_by_one = [(0, j, q_span, Span(p, p + 1)) for j, p in enumerate(range(*k_span))]
         return [band.shift(i, j) for i, j, q, k in one_by_one for band in self.pieces(q, k, row)]
 
-    def problem(self, batch: int, seq_len: int, *, q_heads: int | None = None, kv_len: int | None = None) -> str:
+    def problem(self, batch: int | None, seq_len: int, *, q_heads: int | None = None, kv_len: int | None = None) -> str:
         """Why the mask does not fit a batch of sequences of this length; empty if it does.
 
-        q_heads, kv_len: of queries, if known, and of keys if these are another sequence.
+        batch, q_heads: None if not known. kv_len: of keys if these are another sequence.
         """
         wrong = self._node.problem(Sizes(batch, q_heads, seq_len, seq_len if kv_len is None else kv_len))
-        if wrong:
-            return f"mask: expected {wrong} in {self}; give what the sequence holds"
-        if self.rows not in (None, batch):
-            return (
-                f"mask: expected one entry for each of {batch} batch rows, or one for all, got {self.rows} in {self}; "
-                "give one entry a batch row"
-            )
-        return ""
+        return f"mask: expected {wrong} in {self}; give what the sequence holds" if wrong else ""
 
     def probe(self, batch: int, q_heads: int, q_len: int, k_len: int, device: torch.device) -> None:
         """Try the functions in it on a few pairs.
@@ -244,7 +232,8 @@ def Prefix(n: int | Sequence[int] | Tensor) -> Mask:
     Raises:
         ArgumentError: if a length is not an integer of at least 0.
     """
-    return Mask(PrefixNode(_shared([_count("n", value) for value in _items("n", n)])))
+    lengths = [_count("n", value) for value in _items("n", n)]
+    return Mask(PrefixNode(_shared(lengths), len(lengths)))
 
 
 def Padding(lengths: Sequence[int] | Tensor, *, side: str = "right", seq_len: int | None = None) -> Mask:
@@ -252,7 +241,7 @@ def Padding(lengths: Sequence[int] | Tensor, *, side: str = "right", seq_len: in
 
     lengths: the number of valid tokens of each batch row.
     side: where the padding is, "right" or "left".
-    seq_len: length of the padded sequence; needed for the left side.
+    seq_len: length of the padded sequence, the whole one; needed for the left side.
 
     Raises:
         ArgumentError: lengths that are not integers of at least 0, or longer than `seq_len`; another side.
@@ -270,10 +259,11 @@ def Padding(lengths: Sequence[int] | Tensor, *, side: str = "right", seq_len: in
         raise ArgumentError("seq_len: expected the length of the padded sequence for side='left', got None; give it")
     if seq_len is not None and max(valid, default=0) > seq_len:
         raise ArgumentError(f"lengths: expected at most seq_len = {seq_len}, got {max(valid)}; check both")
+    whole = () if seq_len is None else (seq_len,)
     if side == "left":
         assert seq_len is not None, "checked above"
-        return Mask(PaddingNode(_shared([(seq_len - n, seq_len) for n in valid])))
-    return Mask(PaddingNode(_shared([(0, n) for n in valid])))
+        return Mask(PaddingNode(_shared([(seq_len - n, seq_len) for n in valid]), len(valid), whole))
+    return Mask(PaddingNode(_shared([(0, n) for n in valid]), len(valid), whole))
 
 
 def Documents(
@@ -305,7 +295,8 @@ def Documents(
     rows = [_items(name, row) for row in values] if values and not isinstance(values[0], int) else [values]
     counted = [[_count(name, value) for value in row] for row in rows]
     edges = {"lengths": _edges_of_lengths, "cu_seqlens": _edges_of_sums, "position_ids": _edges_of_positions}[name]
-    return Mask(DocumentsNode(_shared([edges(row) for row in counted])))
+    whole = tuple(sorted({len(row) for row in counted})) if name == "position_ids" else ()
+    return Mask(DocumentsNode(_shared([edges(row) for row in counted]), len(counted), whole))
 
 
 def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, name: str | None = None) -> Mask:
@@ -317,7 +308,9 @@ def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, n
     Work is planned, moved and balanced for what it is combined with: ``Predicate(fn) & Causal()`` computes as much as
     ``Causal()``, alone it is as dear as full attention, but for a `BlockMask`, whose empty blocks are neither computed
     nor moved. Each kernel call gets its part written out, evaluated anew in forward and backward, rows times keys of
-    bools (times heads and batch if `fn` looks at them).
+    bools (times heads and batch if `fn` looks at them); but kernel "flex", on a GPU, compiles `fn` in and skips blocks
+    where nothing attends, if `fn` computes pointwise and looks up in tensors, and if ``&`` combines it. So tensors that
+    it captures stay as they are until backward is done; one that is seen to have been written to raises there.
 
     Make it outside of compiled code. Ranks agree on the name alone: give different functions different names.
 
@@ -330,6 +323,13 @@ def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, n
     """
     mod, blocks = named(fn, name), rectangles(fn)
     return Mask(PredicateNode(mod) if blocks is None else BlockMaskNode(mod, BlocksNode(_shared(blocks))))
+
+
+def _conjunction(node: Node) -> tuple[MaskMod, ...]:
+    if isinstance(node, AndNode):
+        sides = [_conjunction(side) for side in (node.a, node.b) if side.mods]
+        return tuple(mod for side in sides for mod in side) if all(sides) else ()
+    return node.mods if isinstance(node, (PredicateNode, BlockMaskNode)) else ()
 
 
 def _edges_of_lengths(lengths: list[int]) -> tuple[int, ...]:

@@ -10,7 +10,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count, groupby
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ringcp.band import Range
 from ringcp.errors import ArgumentError
-from ringcp.vectorize import vectorized
+from ringcp.vectorize import is_pointwise, vectorized
 
 # As many pairs are evaluated at a time: a function makes a few int64 tensors of them.
 _PAIRS = 1 << 24
@@ -63,6 +65,11 @@ class MaskMod:
         sizes = self._evaluated(two, two, one, one).shape
         return sizes[0] > 1, sizes[1] > 1
 
+    def pointwise(self, device: torch.device) -> bool:
+        """Whether a kernel that is compiled for it can evaluate it."""
+        with torch.no_grad():
+            return is_pointwise(self.fn, device)
+
     def probe(self, batch: int, heads: int, q_len: int, k_len: int, device: torch.device) -> None:
         """Evaluate it at the corners of a call.
 
@@ -96,6 +103,10 @@ class MaskMod:
             )
         return found
 
+    def seen(self) -> list[tuple[Tensor, int]]:
+        """The tensors that it captures, with how often each has been written to, as far as they are found."""
+        return [(x, x._version) for x in _captured(self.fn) if not x.is_inference()]
+
     def words(self) -> list[int]:
         """The handle and the name, as a spec holds them."""
         data = self.name.encode()
@@ -125,6 +136,42 @@ def mask_mod_of(words: Iterator[int]) -> MaskMod:
             "done"
         )
     return mod
+
+
+def _captured(fn: object) -> list[Tensor]:
+    """Tensors in closures, defaults, bound arguments and objects, and globals by name, of it and of what it calls."""
+    found: list[Tensor] = []
+    known, left = set(), [fn]
+    while left:
+        x = left.pop()
+        if id(x) in known:
+            continue
+        known.add(id(x))
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, FunctionType):
+            names = (x.__globals__.get(name) for name in x.__code__.co_names)
+            left += [value for value in names if isinstance(value, (Tensor, FunctionType))]
+            left += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+            left += map(_content, x.__closure__ or ())
+        elif isinstance(x, partial):
+            left += [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, MethodType):
+            left += [x.__func__, x.__self__]
+        elif isinstance(x, (list, tuple)):
+            left += x
+        elif isinstance(x, dict):
+            left += x.values()
+        elif not isinstance(x, (type, ModuleType)):
+            left += getattr(x, "__dict__", {}).values()
+    return found
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that has no value yet
+        return None
 
 
 def named(fn: Any, name: object) -> MaskMod:

@@ -7,20 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from ringcp.mask_mods import MaskMod, mask_mod_of
-from ringcp.mask_nodes import (
-    AndNode,
-    BlocksNode,
-    CausalNode,
-    ChunkedNode,
-    DocumentsNode,
-    FullNode,
-    OrNode,
-    PaddingNode,
-    PrefixNode,
-    WindowNode,
-)
+from ringcp.mask_nodes import AndNode, CausalNode, ChunkedNode, FullNode, OrNode, WindowNode
 from ringcp.node import Node
 from ringcp.predicate_node import BlockMaskNode, PredicateNode
+from ringcp.row_nodes import BlocksNode, DocumentsNode, PaddingNode, PrefixNode
 
 # The place in this tuple is the node's code in a spec.
 _NODES: tuple[type, ...] = (

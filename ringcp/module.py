@@ -31,7 +31,7 @@ _NAMES = (
     frozenset({"k", "xk", "key", "keys", "key_states"}),
     frozenset({"v", "xv", "value", "values", "value_states"}),
 )
-_SDPA = frozenset({"attn_mask", "dropout_p", *HONOURED})
+_SDPA = frozenset({"dropout_p", *HONOURED})
 _ALONE = (
     "make softmax(q k^T) v a module of its own (help(ringcp.ContextParallel) shows one), or use "
     "`with ringcp.context_parallel(...)`"
@@ -56,9 +56,9 @@ class ContextParallel(ParallelStyle):
 
     Nothing that the forward does is dropped in silence. A module with parameters, buffers or submodules is refused, and
     so is one whose outputs are not those of attention: its forward is tried, when it is applied, on random tensors of
-    the CPU, and is found to be full or causal attention, to take grouped heads, and to honour `is_causal`, `scale` and
-    `enable_gqa`, or not; in a call, whatever else is not its default raises. What shows only beyond 1,031 tokens (a
-    longer window) is not seen, nor an attribute of the module that is changed later.
+    the CPU, and is found to be full or causal attention, to take grouped heads, and to honour `is_causal`, `scale`,
+    `enable_gqa` and `attn_mask`, or not; in a call, whatever else is not its default raises. What shows only beyond
+    1,031 tokens (a longer window) is not seen, nor an attribute of the module that is changed later.
 
     q, k and v may be DTensors over a tensor-parallel mesh without this mesh's ranks, all three sharded alike over heads
     that it divides evenly, or replicated; the output is one too.
@@ -66,7 +66,8 @@ class ContextParallel(ParallelStyle):
     Args:
         mode, ulysses_degree, gather_memory, save, layout, kv_layout, softcap, alibi_slopes, sinks, kernel, agree,
             timeout: as in `ringcp.attention`. Of heads that are sharded, slopes and sinks are those of this rank.
-        mask: which positions attend to which; a causal forward, or ``is_causal=True``, is intersected with it.
+        mask: which positions attend to which; a causal forward, ``is_causal=True``, or an ``attn_mask`` (see
+            `ringcp.context_parallel`) is intersected with it.
         probe: whether the forward is tried. False says that it is `F.scaled_dot_product_attention` of its q, k, v and
             those of its keywords that it has, with grouped heads if `enable_gqa` is none of them.
 
@@ -209,13 +210,16 @@ def _attending(form: _Form, meaning: Meaning, context: Context, ranks: frozenset
             refusal = refusal or _placement_refusal(qkv, ranks)
             qkv = [x.to_local() if isinstance(x, DTensor) else x for x in qkv]
         is_causal = values.get("is_causal") if "is_causal" in meaning.keywords else None
+        attn_mask = values.get("attn_mask")
+        causal = meaning.causal[None if is_causal is None else bool(is_causal)] if attn_mask is None else is_causal
         grouped = values.get("enable_gqa", meaning.grouped) if "enable_gqa" in meaning.keywords else meaning.grouped
         out = sdpa(
             context,
             qkv[0],
             qkv[1],
             qkv[2],
-            is_causal=meaning.causal[None if is_causal is None else bool(is_causal)],
+            attn_mask=attn_mask,
+            is_causal=bool(causal),
             scale=values.get("scale"),
             enable_gqa=grouped,
             refusal=refusal,
@@ -247,10 +251,10 @@ def _call_refusal(
                 f"{name}: expected an argument of the module's forward{form.text}, got {name}={shown(value)}; "
                 "leave it out"
             )
-        if name == "attn_mask" and value is not None:
+        if name == "attn_mask" and value is not None and name not in meaning.keywords:
             return UnsupportedError, (
-                f"attn_mask: expected None under ringcp.ContextParallel, got {shown(value)}; pass mask= a ringcp mask "
-                "to ContextParallel"
+                f"attn_mask: expected None under ringcp.ContextParallel, got {shown(value)}, whose effect is not that "
+                "on F.scaled_dot_product_attention; pass mask= a ringcp mask to ContextParallel"
             )
         if name == "dropout_p" and value:
             return UnsupportedError, (

@@ -55,7 +55,7 @@ class Indices(NamedTuple):
 class Sizes(NamedTuple):
     """Of a call; None is not known."""
 
-    batch: int
+    batch: int | None
     q_heads: int | None
     q_len: int
     k_len: int

@@ -32,6 +32,7 @@ def call_op(
         None if kv_layout is None else _spec(kv_layout),
         (_FULL if options.mask is None else options.mask).spec,
         options.alibi_slopes,
+        options.attn_mask,
         dropout_seed,
         group_name,
         options.mode,

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringcp.agreement import Told, agree, signature, slopes_text
-from ringcp.ambient import ambient, layout_around
+from ringcp.ambient import ambience, ambient, layout_around
+from ringcp.attn_mask import Fetching, Reading, mask_text, reading_of, whole_mask
 from ringcp.checks import (
     check_agree,
     check_context_layout,
@@ -51,6 +52,24 @@ PLAN_VERSION = 4
 _log = logging.getLogger(__name__)
 
 
+class Facts(NamedTuple):
+    """What backward has to know of a call: lengths of queries and keys, its number, codes of kernel and mode, the
+    fingerprint, the ranks of an exchange, the seed of dropout, which is the one that rank 0 drew, whether an exchange
+    has kept anything, and how attn_mask is read.
+    """
+
+    seq_len: int
+    kv_len: int
+    call: int
+    kernel: int
+    fingerprint: int
+    mode: int
+    degree: int
+    seed: int
+    keeps: bool
+    reading: int
+
+
 @torch.library.custom_op("ringcp::attention", mutates_args=())
 def attention_op(
     q: Tensor,
@@ -60,6 +79,7 @@ def attention_op(
     kv_layout_spec: Tensor | None,
     mask_spec: Tensor,
     alibi_slopes: Tensor | None,
+    attn_mask: Tensor | None,
     dropout_seed: Tensor | None,
     group_name: str,
     mode: str,
@@ -79,10 +99,7 @@ def attention_op(
     also: str,
     refused: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out; lse; int64 (9,), what backward has to know: lengths of queries and keys, call, kernel, fingerprint, mode
-    and degree, the seed of dropout, which is the one that rank 0 drew, and whether anything is kept; and uint8
-    (bytes,), what an exchange keeps.
-    """
+    """out; lse; int64, `Facts` that backward has to know; and uint8 (bytes,), what an exchange keeps."""
     group, state = members(group_name)
     with state.turn:
         state.check_usable()
@@ -108,7 +125,7 @@ def attention_op(
                 known_kv_len = known_length(given_len, given_world, None, state.world_size, "kv_layout")
             factor = default_scale(q) if scale is None else scale
             needs = mask.superset.needs_band, needs_grad, needs_lse_grad
-            more = {"alibi": alibi_slopes is not None, "dropout": dropout_p > 0}
+            more = {"alibi": alibi_slopes is not None, "attn_mask": attn_mask is not None, "dropout": dropout_p > 0}
             chosen = choose(kernel, problem_of(q, k, v, factor, softcap, *needs, mask.explicit, **more))
             if mask.explicit:
                 q_len = _at_least(q, layout_spec, known_len, state)
@@ -125,14 +142,16 @@ def attention_op(
             f"kv_layout={None if kv_layout_spec is None else _layout_text(kv_layout_spec)}; "
             f"mask={mask}; mode={mode}; ulysses_degree={ulysses_degree}; gather_memory={gather_memory}; "
             f"ranks a node={state.ranks_per_node}; kernel={chosen.name}; scale={scale}; softcap={softcap}; "
-            f"alibi_slopes={slopes_text(alibi_slopes)}; dropout_p={dropout_p}; seq_len={seq_len}; agree={agree_when}; "
-            f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; "
-            f"save={save}; {also}; "
+            f"alibi_slopes={slopes_text(alibi_slopes)}; attn_mask={mask_text(attn_mask)}; dropout_p={dropout_p}; "
+            f"seq_len={seq_len}; agree={agree_when}; save={save}; "
+            f"requires_grad={needs_grad}; gradient through lse (return_lse=True)={needs_lse_grad}; {also}; "
             f"plan={PLAN_VERSION}"
         )  # fmt: skip
         own_seed = 0 if dropout_seed is None else int(dropout_seed)
-        own = Told(q.shape[2], k.shape[2], own_seed, keep) if q.ndim == k.ndim == 4 else Told(0, 0)
-        if agree_when != "context" or known_len is None or (cross and known_kv_len is None) or dropout_p:
+        of_mask = () if attn_mask is None else attn_mask.shape[2:]
+        own = Told(q.shape[2], k.shape[2], own_seed, keep, *of_mask) if q.ndim == k.ndim == 4 else Told(0, 0)
+        unknown = known_len is None or (cross and known_kv_len is None)
+        if agree_when != "context" or unknown or dropout_p or attn_mask is not None:
             told = agree(state, call, words, own, refusal, timeout)
             ranks = range(state.world_size)
         elif refusal is not None:
@@ -145,6 +164,7 @@ def attention_op(
         if kv_layout_spec is not None:
             kv_layout = _rest(kv_layout_spec, known_kv_len, [each.kv for each in told], ranks, state, "k, v")
         check_mask(mask, q, layout, kv_layout)
+        reading = Reading.ALONE if attn_mask is None else reading_of(told, layout, kv_layout or layout)
         context = ambient("context")
         if context is not None:
             context.attended()
@@ -154,16 +174,17 @@ def attention_op(
         used = resolve_mode(mode, ulysses_degree, heads.q, heads.kv, layout.seq_len, *around, mask, q.device.type)
         lens = layout.seq_len, (kv_layout or layout).seq_len
         code = MODES.index(used.mode)
-        seed = told[0].seed
-        degree = used.ulysses_degree
+        seed, degree = told[0].seed, used.ulysses_degree
         kernel_code, keeps = kernel_index(chosen.name), degree > 1 and needs_grad and all(each.keep for each in told)
-        facts = host_int64([*lens, call, kernel_code, fingerprint, code, degree, seed, keeps])
+        facts = host_int64(Facts(*lens, call, kernel_code, fingerprint, code, degree, seed, keeps, reading))
         if 0 in (q.shape[0], q.shape[1]):
             return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), facts, _bytes_like(q, 0)
         with running(state, group, q):
             transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
             sizes = sizes_of(k, v, lens[1], gather_memory)
-            tail = transport, sizes, call, fingerprint, softcap, _extras(alibi_slopes, dropout_p, seed, q)
+            how = Fetching(state.rank, degree, transport, call, fingerprint, "forward")
+            given = None if attn_mask is None else whole_mask(attn_mask, reading, layout, kv_layout or layout, how)
+            tail = transport, sizes, call, fingerprint, softcap, _extras(alibi_slopes, dropout_p, seed, given, q)
             run = make_run(used, layout, kv_layout, mask, heads, state.rank, chosen, factor, *tail)
             out, lse, kept = drive(run.forward(q, k, v, keeps))
         kept = _bytes_like(q, 0) if kept is None else kept
@@ -172,8 +193,8 @@ def attention_op(
 
 @attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    size = torch.library.get_ctx().new_dynamic_size() if rest[19] else 0
-    facts = torch.empty(9, dtype=torch.int64, device="cpu")
+    size = torch.library.get_ctx().new_dynamic_size() if rest[20] else 0
+    facts = torch.empty(len(Facts._fields), dtype=torch.int64, device="cpu")
     return _like(q, v.shape[-1]), _lse_like(q), facts, _bytes_like(q, size)
 
 
@@ -191,6 +212,7 @@ def attention_backward_op(
     kv_layout_spec: Tensor | None,
     mask_spec: Tensor,
     alibi_slopes: Tensor | None,
+    attn_mask: Tensor | None,
     facts: Tensor,
     kv_heads: int,
     kv_rows: int,
@@ -206,7 +228,7 @@ def attention_backward_op(
     q, k, v = _inputs(dout, q, k, v, kv_heads, kv_rows, head_dim)
     group, state = members(group_name)
     state.check_usable()
-    seq_len, kv_len, call, index, fingerprint, mode, degree, seed, keeps = facts.tolist()
+    seq_len, kv_len, call, index, fingerprint, mode, degree, seed, keeps, reading = Facts(*facts.tolist())
     if 0 in (q.shape[0], q.shape[1]):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     kernel = kernel_at(index)
@@ -215,10 +237,14 @@ def attention_backward_op(
     factor = default_scale(q) if scale is None else scale
     used, heads, mask = Choice(MODES[mode], degree, ""), Heads(q.shape[1], k.shape[1]), _decoded_mask(mask_spec)
     transport = P2P(group, timeout)  # of a rank alone, nothing is ever posted
-    extras = _extras(alibi_slopes, dropout_p, seed, q)
-    tail = transport, sizes_of(k, v, kv_len, gather_memory), call, fingerprint, softcap, extras
-    run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, *tail)
+    sizes = sizes_of(k, v, kv_len, gather_memory)
+    how = Fetching(state.rank, degree, transport, call, fingerprint, "backward")
     with running(state, group, q):
+        given = None
+        if attn_mask is not None:
+            given = whole_mask(attn_mask, Reading(reading), layout, kv_layout or layout, how)
+        tail = transport, sizes, call, fingerprint, softcap, _extras(alibi_slopes, dropout_p, seed, given, q)
+        run = make_run(used, layout, kv_layout, mask, heads, state.rank, kernel, factor, *tail)
         grads = drive(run.backward(dout, dlse, q, k, v, out, lse, kept if keeps else None))
     return tuple(_stored(grad, x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
 
@@ -227,14 +253,14 @@ def attention_backward_op(
 def _(
     dout: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _inputs(dout, q, k, v, *rest[8:11])
+    q, k, v = _inputs(dout, q, k, v, *rest[9:12])
     return _like(q), _like(k), _like(v)
 
 
 def _surely_keeps(facts: Tensor, group_name: str, mode: str, degree: int | None) -> bool:
     """Of a call that may keep what an exchange brings, whether it does; while it is traced, nothing has run."""
     if type(facts) is Tensor:
-        return bool(facts[8])
+        return bool(facts[Facts._fields.index("keeps")])
     return members(group_name)[1].world_size > 1 and (mode == "ulysses" or (mode == "usp" and degree != 1))
 
 
@@ -251,19 +277,27 @@ def _inputs(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, _, group_name, *_ = inputs
-    memory, scale, softcap, dropout_p, timeout = inputs[11], *inputs[13:16], inputs[18]
+    q, k, v, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, attn_mask, _, group_name, *_ = inputs
+    memory, scale, softcap, dropout_p, timeout = inputs[12], *inputs[14:17], inputs[19]
     out, lse, facts, kept = output
     ctx.set_materialize_grads(False)
     ctx.of_out = *out.shape, out.dtype, out.device
-    keeps = inputs[22] and _surely_keeps(facts, *inputs[8:11])
+    keeps = inputs[23] and _surely_keeps(facts, *inputs[9:12])
     saved = (None,) * 5 if keeps else (q, k, v, out, lse)
-    ctx.save_for_backward(*saved, kept, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, facts)
+    ctx.save_for_backward(*saved, kept, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, attn_mask, facts)
     ctx.options = (*k.shape[1:], group_name, memory, scale, softcap, dropout_p, timeout)
     ctx.mods = getattr(mask_spec, "mods", ())  # also where hooks keep a copy of the spec
+    # While it is traced, nothing has been written to yet.
+    ctx.seen = [(mod, mod.seen()) for mod in ctx.mods] if type(facts) is Tensor else []
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    for mod, seen in ctx.seen:
+        if any(x._version != version for x, version in seen):
+            raise ArgumentError(
+                f"mask: expected the tensors that {mod} captures as they were in forward, got one that was written to "
+                "in place since; write to a copy, and make a mask of it"
+            )
     # Whether a rank has an upstream gradient must not decide whether it takes part.
     if dout is None:
         *shape, dtype, device = ctx.of_out
@@ -271,7 +305,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     if torch.is_grad_enabled():  # create_graph=True, and perhaps no input that is saved: what is refused has a gradient
         dout = dout if dout.requires_grad else dout.detach().requires_grad_()
     grads = attention_backward_op(dout, dlse, *ctx.saved_tensors, *ctx.options)
-    return (*grads, *(None,) * 22)
+    return (*grads, *(None,) * 23)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -314,12 +348,14 @@ def _decoded_mask(spec: Tensor) -> Mask:
 
 @contextmanager
 def running(state: GroupState, group: dist.ProcessGroup | None, q: Tensor) -> Iterator[None]:
-    """Around a run: kernels see no autocast, and a failure breaks the group, since peers wait for its transfers."""
+    """Around a run: kernels see no autocast and no context, whose attention they are not, and a failure breaks the
+    group, since peers wait for its transfers.
+    """
     try:
         if group is not None and q.is_cuda and not state.warm and state.world_size > 1:
             warm_up(group, q.device)
             state.warm = True
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False), ambience("context", None):
             yield
     except BaseException as error:
         state.break_off(error)
@@ -331,8 +367,8 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _extras(alibi_slopes: Tensor | None, dropout_p: float, seed: int, q: Tensor) -> Extras:
-    return Extras(None if alibi_slopes is None else alibi_slopes.to(q.device), dropout_p, seed)
+def _extras(alibi_slopes: Tensor | None, dropout_p: float, seed: int, attn_mask: Tensor | None, q: Tensor) -> Extras:
+    return Extras(None if alibi_slopes is None else alibi_slopes.to(q.device), dropout_p, seed, attn_mask)
 
 
 def _layout_text(spec: Tensor) -> str:

@@ -25,14 +25,16 @@ from ringcp.checks import (
 )
 from ringcp.errors import ArgumentError, KeywordError, LayoutError, RingcpError, UnsupportedError
 from ringcp.layout import Layout
-from ringcp.mask import Mask
+from ringcp.mask import Full, Mask
 
 # A longer wait than a month does not fit what the back ends count in.
 _MAX_SECONDS = 2_592_000
 
 
 class Options(NamedTuple):
-    """The keywords of `attention` that say what to compute and how."""
+    """The keywords of `attention` that say what to compute and how, and the `attn_mask` of a call in a context, as
+    (B | 1, Hq | 1, rows, keys).
+    """
 
     mask: Mask | None = None
     layout: Layout | str = "auto"
@@ -45,6 +47,7 @@ class Options(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     alibi_slopes: Tensor | None = None
+    attn_mask: Tensor | None = None
     dropout_p: float = 0.0
     kernel: str = "auto"
     sinks: Tensor | None = None
@@ -62,9 +65,11 @@ class Options(NamedTuple):
 
     @property
     def votes(self) -> bool:
-        """Whether the ranks vote on this call; with dropout always, for they share its seed that way."""
+        """Whether the ranks vote on this call; with dropout always, for they share its seed that way, and with an
+        attn_mask, whose shapes on all ranks say how it is read.
+        """
         dropped = bool(dropout_problem(self.dropout_p)) or self.dropout_p > 0
-        return self.agree != "context" or not self.knows_length or dropped
+        return self.agree != "context" or not self.knows_length or dropped or self.attn_mask is not None
 
     @property
     def knows_length(self) -> bool:
@@ -104,11 +109,28 @@ def refusal_of(q: object, k: object, v: object, options: Options) -> Refusal | N
     kv_layout = options.kv_layout
     wrong = layout_problem(options.layout) or ("" if kv_layout is None else layout_problem(kv_layout, "kv_layout"))
     wrong = wrong or _replicated_problem(q, k, v, options)
-    return (LayoutError, wrong) if wrong else _two_sequences_refusal(options)
+    return (LayoutError, wrong) if wrong else _two_sequences_refusal(q, k, options)
 
 
-def _two_sequences_refusal(options: Options) -> Refusal | None:
-    """What has a meaning for the positions of one sequence alone."""
+def _two_sequences_refusal(q: Any, k: Any, options: Options) -> Refusal | None:
+    """What has a meaning for the positions of one sequence alone, or, a mask, for tokens that are not on every rank."""
+    kv_layout = options.kv_layout
+    everywhere = isinstance(kv_layout, Layout) and kv_layout.replicated > 0 and kv_layout.rest.seq_len == 0
+    if everywhere and options.mask is not None and options.mask != Full():
+        return UnsupportedError, (
+            f"mask: expected None or Full() where all keys are on every rank, in {kv_layout!r}, since a mask holds "
+            f"among the tokens that are not, got {options.mask}; shard the keys, or leave the mask out"
+        )
+    mask, keys = options.attn_mask, options.layout if kv_layout is None else kv_layout
+    if mask is not None and options.joint:
+        on_every_rank = isinstance(keys, Layout) and keys.rest.seq_len == 0
+        num_rows = (1, q.shape[-2]) if on_every_rank else (1,)
+        if mask.shape[2] not in num_rows or mask.shape[3] != k.shape[-2]:
+            return UnsupportedError, (
+                f"attn_mask: expected a key mask in joint attention, {' or '.join(map(str, num_rows))} row and this "
+                f"rank's {k.shape[-2]} keys in the last two dims, got {shown(mask)}; give one of that shape, leave it "
+                "out, or wrap what is to stay local in `with ringcp.local_attention():`"
+            )
     if options.alibi_slopes is not None and (options.kv_layout is not None or options.joint):
         return UnsupportedError, (
             "alibi_slopes: expected None in cross-attention (kv_layout=) and joint attention, where distances between "
@@ -215,21 +237,21 @@ def sinks_problem(q: Any, sinks: object) -> str:
 
 _ELSEWHERE = {
     "is_causal": "pass mask=ringcp.Causal()",
-    "attn_mask": "pass mask= a ringcp mask: tensor masks are not supported",
+    "attn_mask": "pass mask= a ringcp mask, such as ringcp.Predicate(...); a tensor goes to SDPA in a context_parallel",
     "enable_gqa": "leave it out: the head counts say it",
     "max_seqlen": "leave it out: cu_seqlens says it",
     "group": "pass mesh= a DeviceMesh, such as DeviceMesh.from_group(group, device_type)",
 }
 
 
-def as_sdpa_casts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def as_sdpa_casts(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, the tensors as `F.scaled_dot_product_attention` would see them: all but fp64 are cast."""
-    device = q.device.type
+    device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
-        return q, k, v
+        return tensors
     dtype = torch.get_autocast_dtype(device)
 
     def cast(x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
-    return cast(q), cast(k), cast(v)
+    return tuple(cast(x) for x in tensors)

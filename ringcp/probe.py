@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from ringcp.errors import UnsupportedError
 from ringcp.interception import local_attention
 from ringcp.mask import Mask
 
-HONOURED = ("is_causal", "scale", "enable_gqa")
+HONOURED = ("is_causal", "scale", "enable_gqa", "attn_mask")
 UNSAID = "or pass probe=False to say that it is F.scaled_dot_product_attention of its q, k, v and keywords"
 
 # Scores are tens and no ones, so that a soft cap shows. fp32 kernels are off by 1e-5 at most.
@@ -123,10 +124,29 @@ class _Probe:
             keywords.add("scale")
         if takes("enable_gqa") and self._holds(found, _GROUPED, scale, {"enable_gqa": True}):
             keywords.add("enable_gqa")
+        if takes("attn_mask") and self._adds_a_mask(scale):
+            keywords.add("attn_mask")
         return Meaning(causal, frozenset(keywords), self._holds(found, _GROUPED, scale, {}))
 
     def _holds(self, name: str, shape: _Shape, scale: float | None, keywords: Mapping[str, Any]) -> bool:
         return self._try((shape,), scale, keywords).get(name, _NO_MATCH) <= _TOLERANCE
+
+    def _adds_a_mask(self, scale: float | None) -> bool:
+        """Whether an `attn_mask`, of bool or floating, is all there is then: also where it is causal without one."""
+        q, k, v = _inputs(_SMALL)
+        generator = torch.Generator("cpu").manual_seed(1)
+        numbers = torch.randn(_SMALL.batch, 1, _SMALL.tokens, _SMALL.tokens, generator=generator, dtype=torch.float32)
+        masks = numbers, numbers > -0.5, numbers[:, :, :1], numbers[:, :, :1] > -0.5
+        for mask, training in product(masks, (False, True)):
+            self._module.training = training
+            try:
+                out = self._module.forward(q.clone(), k.clone(), v.clone(), attn_mask=mask.clone())
+            except Exception:  # it does not take one
+                return False
+            expected = _attend(q, k, v, mask if mask.dtype == torch.bool else mask.double(), scale)
+            if _difference(out, expected) > _TOLERANCE:
+                return False
+        return True
 
     def _try(self, shapes: Sequence[_Shape], scale: float | None, keywords: Mapping[str, Any]) -> dict[str, float]:
         try:

@@ -37,7 +37,7 @@ from ringcp.written import Extras, Written
 _ring = lru_cache(maxsize=64)(ring)
 
 _GATHER_MEMORY = 1 << 30
-_MANY_BYTES = 1 << 25
+_MANY_BYTES = 1 << 24
 
 _NO_EXTRAS = Extras()
 

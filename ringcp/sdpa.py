@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcp.attention import attend
+from ringcp.attn_mask import as_BHMN, mask_refusal
 from ringcp.checks import shown
-from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
+from ringcp.errors import ArgumentError, LayoutError
 from ringcp.layout import Layout
 from ringcp.mask import Causal, Full, Mask
-from ringcp.options import Options, Refusal
+from ringcp.options import Options, Refusal, as_sdpa_casts
 
 LOCAL = "wrap what is to stay local (an encoder, a cross-attention) in `with ringcp.local_attention():`"
 
@@ -99,14 +100,20 @@ def sdpa(
 ) -> Tensor:
     """`F.scaled_dot_product_attention` over the whole sequence of `context`; tensors (..., H, S_local, D).
 
+    attn_mask: beside the context's mask, what `ringcp.context_parallel` says that it may be.
     `refusal` is what the caller already has against the call.
     """
-    refusal = refusal or _refusal(context, query, key, value, attn_mask, enable_gqa)
+    refusal = refusal or _refusal(context, query, key, value, enable_gqa)
     q, k, v = query, key, value
+    if refusal is None and attn_mask is not None:
+        q, k, v = as_sdpa_casts(q, k, v)
+        attn_mask = as_sdpa_casts(q, attn_mask)[1] if isinstance(attn_mask, Tensor) else attn_mask
+        refusal = mask_refusal(attn_mask, q, is_causal)
+        attn_mask = as_BHMN(attn_mask, q).detach() if refusal is None else attn_mask
     if refusal is None and query.ndim != 4:
         q, k, v = (_as_BHSD(x) for x in (q, k, v))
     mask = context.causal if is_causal else context.unmasked
-    options = context.options._replace(mask=mask, scale=scale, dropout_p=dropout_p)
+    options = context.options._replace(mask=mask, scale=scale, dropout_p=dropout_p, attn_mask=attn_mask)
     out = attend(q, k, v, options, group_name=context.group_name, return_lse=False, refusal=refusal)
     assert isinstance(out, Tensor), "no lse was asked for"
     return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
@@ -123,14 +130,8 @@ def _refusal(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: object,
     enable_gqa: object,
 ) -> Refusal | None:
-    if attn_mask is not None:
-        return UnsupportedError, (
-            f"attn_mask: expected None inside context_parallel, got {shown(attn_mask)}; pass mask= a ringcp mask to "
-            f"context_parallel and is_causal= to the call, or {LOCAL}"
-        )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.is_nested or x.ndim < 2:
             return ArgumentError, (

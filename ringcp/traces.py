@@ -112,7 +112,7 @@ def trace(
             "trace(ringcp.HeadTail(seq_len, world_size), ringcp.Causal())"
         )
     pieces = mask.superset if isinstance(mask, Mask) else mask
-    problem = pieces.problem(pieces.rows or 1, layout.seq_len) if isinstance(pieces, Mask) else ""
+    problem = pieces.problem(None, layout.seq_len) if isinstance(pieces, Mask) else ""
     if problem:
         raise ArgumentError(problem)
     topology = ring(layout.world_size) if topology is None else topology

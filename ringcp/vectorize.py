@@ -15,9 +15,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ringcp.dispatch import from_the_top
+
 _aten = torch.ops.aten
-# Pointwise as well, though torch does not tag them so.
-_POINTWISE = frozenset((_aten._to_copy.default, _aten.clone.default, _aten.ones_like.default, _aten.zeros_like.default))
+# Pointwise as well, though torch does not tag them so. Python's operators are taken apart only where autograd is, not
+# inside a registered op.
+_OPERATORS = (_aten.__and__, _aten.__or__, _aten.__xor__, _aten.__lshift__, _aten.__rshift__)
+_COPIES = (_aten._to_copy.default, _aten.clone.default, _aten.ones_like.default, _aten.zeros_like.default)
+_POINTWISE = frozenset(
+    (*_COPIES, _aten.floor_divide.default, *(x for each in _OPERATORS for x in (each.Tensor, each.Scalar)))
+)
 # They take of a tensor its dtype and device alone.
 _NEW = frozenset((_aten.new_ones.default, _aten.new_zeros.default, _aten.new_full.default))
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
@@ -29,6 +36,23 @@ def vectorized(fn: Callable[..., Any], b: Tensor, h: Tensor, q: Tensor, k: Tenso
     Returns:
         (B, H, M, N), followed by the dims of a single result, where B or H is 1 if the results do not depend on it.
     """
+    found, _ = _broadcast(fn, b, h, q, k)
+    whole = _vmapped(fn, b, h, q, k) if found is None else found.expand(len(b), len(h), len(q), len(k))
+    # Where nothing depends on a dim, it is an expanded one.
+    once = [slice(1) if stride == 0 else slice(None) for stride in whole.stride()[:2]]
+    return whole[tuple(once)]
+
+
+def is_pointwise(fn: Callable[..., Any], device: torch.device) -> bool:
+    """Whether `fn` only computes pointwise from its indices and looks them up in tensors, as a fused kernel can."""
+    found, varies = _broadcast(fn, *torch.zeros(4, 1, dtype=torch.int64, device=device))
+    return found is not None and varies
+
+
+def _broadcast(fn: Callable[..., Any], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, bool]:
+    """What it gives for broadcast indices, None if that is not what it gives for single ones; and whether that has been
+    computed from them.
+    """
     # Clones, since `fn` may write to what it is given.
     broadcast = [x.clone().view([-1 if at == dim else 1 for at in range(4)]) for dim, x in enumerate((b, h, q, k))]
     watch = _Watch(broadcast)
@@ -36,14 +60,10 @@ def vectorized(fn: Callable[..., Any], b: Tensor, h: Tensor, q: Tensor, k: Tenso
         with watch:
             found = fn(*broadcast)
     except Exception:  # what it means for single indices, vmap says
-        watch.exact = False
+        return None, False
     if watch.exact and isinstance(found, Tensor) and (watch.varies(found) or found.ndim == 0):
-        whole = found.expand(len(b), len(h), len(q), len(k))
-    else:
-        whole = _vmapped(fn, b, h, q, k)
-    # Where nothing depends on a dim, it is an expanded one.
-    once = [slice(1) if stride == 0 else slice(None) for stride in whole.stride()[:2]]
-    return whole[tuple(once)]
+        return found, watch.varies(found)
+    return None, False
 
 
 def _vmapped(fn: Callable[..., Any], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -52,7 +72,8 @@ def _vmapped(fn: Callable[..., Any], b: Tensor, h: Tensor, q: Tensor, k: Tensor)
     def at(i: Tensor, j: Tensor, m: Tensor, n: Tensor) -> Any:
         return fn(b[i], h[j], q[m], k[n])
 
-    return create_mask(at, len(b), len(h), len(q), len(k), device=q.device)  # type: ignore[arg-type]
+    with from_the_top():
+        return create_mask(at, len(b), len(h), len(q), len(k), device=q.device)  # type: ignore[arg-type]
 
 
 class _Watch(TorchDispatchMode):

@@ -1,17 +1,18 @@
-"""What a plan leaves to say of the pairs of a call, written out for one kernel call at a time from the positions of its
-rows and keys: masks that functions say, ALiBi, dropout.
+"""What a plan leaves to say of the pairs of a call, made for one kernel call at a time from the positions of its rows
+and keys: masks that functions say, ALiBi, dropout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringcp.kernels.pairwise import Alibi, Dropout
+from ringcp.kernels.pairwise import Alibi, Allowed, AttnMask, Dropout
 from ringcp.layout import Span
 from ringcp.lower import Call
 from ringcp.mask import Mask
@@ -23,11 +24,14 @@ class Extras(NamedTuple):
     """What an attention call does to pairs beside masking them.
 
     alibi_slopes: (Hq,) or (B, Hq) of all query heads, fp32, or None. dropout_p, seed: of dropout; p = 0 is none.
+    attn_mask: (B | 1, Hq | 1, rows | 1, S) of bool or floating, of all keys and of the rows that this rank computes, in
+        their order; or None.
     """
 
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
     seed: int = 0
+    attn_mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,9 @@ class Written:
 
     @property
     def empty(self) -> bool:
-        return not self.mask.explicit and self.extras.alibi_slopes is None and self.extras.dropout_p == 0
+        extras = self.extras
+        unbiased = extras.alibi_slopes is None and extras.attn_mask is None
+        return not self.mask.explicit and unbiased and extras.dropout_p == 0
 
     def of_step(self, step: Step, q: Tensor) -> WrittenStep:
         """For calls of local queries (B, Hq, S, D) on the block in hand in a step."""
@@ -67,22 +73,43 @@ class WrittenStep:
     batch: int
     heads: int
 
-    def keywords(self, call: Call) -> dict[str, Any]:
-        """The keywords of a kernel that there are: `allowed`, in its band or outside, `alibi`, `dropout`."""
+    def keywords(self, call: Call, functions: bool) -> dict[str, Any]:
+        """The keywords of a kernel that there are: `allowed`, in its band or outside, `alibi`, `attn_mask`,
+        `dropout`.
+
+        functions: whether the kernel takes masks as functions, where they are such that it can.
+        """
         first, (start, stop) = self.of.first_head, call.q_heads or (0, self.heads)
         batch, heads = call.batch or (0, self.batch), (first + start, first + stop)
         rows, keys = self.rows[slice(*call.q)], self.keys[slice(*call.k)]
-        slopes, dropout_p, seed = self.of.extras
+        slopes, dropout_p, seed, attn_mask = self.of.extras
         found: dict[str, Any] = {}
         if self.of.mask.explicit:
-            found["allowed"] = self.of.mask.written(rows, keys, batch, heads)
+            if functions and self._fused is not None:
+                of_batch, of_heads = (torch.arange(*each, device=rows.device) for each in (batch, heads))
+                found["allowed"] = Allowed(*self._fused, of_batch, of_heads, rows, keys)
+            else:
+                found["allowed"] = self.of.mask.written(rows, keys, batch, heads)
         if slopes is not None:
             of_rows = slopes[slice(*batch)] if slopes.ndim == 2 else slopes[None]
             found["alibi"] = Alibi(of_rows[:, slice(*heads)], rows, keys)
+        if attn_mask is not None:
+            found["attn_mask"] = AttnMask(attn_mask, keys).of(batch, heads, call.q)
         if dropout_p:
             of_batch, of_heads = (torch.arange(*each, device=rows.device) for each in (batch, heads))
             found["dropout"] = Dropout(dropout_p, seed, of_batch, of_heads, rows, keys)
         return found
+
+    @cached_property
+    def _fused(self) -> tuple[tuple[Callable[..., Any], ...], bool, bool] | None:
+        """The functions for a kernel that takes them, and on what they depend; None if it cannot. Asked in each step:
+        what a function does may change with what it captures.
+        """
+        mods, device = self.of.mask.conjunction, self.rows.device
+        if not mods or not all(mod.pointwise(device) for mod in mods):
+            return None
+        by_row, by_head = (any(which) for which in zip(*(mod.depends(device) for mod in mods), strict=True))
+        return tuple(mod.fn for mod in mods), by_row, by_head
 
 
 def _positions(spans: Sequence[Span], device: torch.device) -> Tensor:

@@ -357,17 +357,19 @@ ARGUMENTS = {
             q, k, v, attn_mask=torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)
         ),
         ringcp.UnsupportedError,
-        ["attn_mask: expected None", "of torch.bool; pass mask= a ringcp mask", "ringcp.local_attention()"],
+        ["attn_mask: expected one row", "the local rows and keys", "pass mask= a ringcp mask", "local_attention()"],
     ),
-    "key padding": (
-        lambda q, k, v: scaled_dot_product_attention(q, k, v, torch.zeros(2, 1, 1, q.shape[2], dtype=q.dtype)),
-        ringcp.UnsupportedError,
-        ["attn_mask: expected None"],
+    "key padding and is_causal": (
+        lambda q, k, v: scaled_dot_product_attention(
+            q, k, v, torch.zeros(2, 1, 1, q.shape[2], dtype=q.dtype), is_causal=True
+        ),
+        ringcp.ArgumentError,
+        ["attn_mask: expected None with is_causal=True"],
     ),
     "CausalBias": (
         lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], q.shape[2])),
         ringcp.UnsupportedError,
-        ["attn_mask: expected None"],
+        ["attn_mask: expected a tensor or None, got CausalBias"],
     ),
     "dropout": (
         lambda q, k, v: scaled_dot_product_attention(q, k, v, dropout_p=0.1),

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import flex_standin
 import kernel_standins as ops
 import package_standins as packages
 import torch
 
 import ringcp
+from ringcp.kernels import flex
 from ringcp.kernels.base import Kernel, Problem
 from ringcp.kernels.registry import KERNELS, choose
 from ringcp.kernels.sdpa_cudnn import SdpaCudnn
@@ -29,6 +31,11 @@ BEGIN, END = "<!-- support table: python tests/support_table.py --write -->", "<
 
 SEQ_LEN, WORLD_SIZE = 19, 4
 
+
+def _every_third(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+    return (q_idx - kv_idx) % 3 != 1
+
+
 MASKS: dict[str, Mask] = {
     "`Full()`": ringcp.Full(),
     "`Causal()`": ringcp.Causal(),
@@ -39,6 +46,7 @@ MASKS: dict[str, Mask] = {
     "`Padding(...) & Causal()`": ringcp.Padding([13]) & ringcp.Causal(),
     "`Chunked(size) & Causal()`": ringcp.Chunked(6) & ringcp.Causal(),
     "`Window(3) \\| Documents(...)`": ringcp.Window(3) | ringcp.Documents([6, 13]),
+    "`Predicate(fn) & Causal()`": ringcp.Predicate(_every_third) & ringcp.Causal(),
 }
 
 MODES = {"ring": None, "gather": None, "ulysses": None, "usp": 2}
@@ -73,6 +81,7 @@ HOMES = {
     "sdpa_efficient": Home(
         "GPU", "cuda", torch.bfloat16, (8, 0), SdpaEfficient(ops.efficient_forward, ops.efficient_backward)
     ),
+    "flex": Home("GPU", "cuda", torch.bfloat16, (8, 0), flex.Flex(flex_standin.flex_attention, None)),
     "flash2": Home("GPU", "cuda", torch.bfloat16, (8, 0), KERNELS["flash2"]),
     "flash3": Home("Hopper", "cuda", torch.bfloat16, (9, 0), KERNELS["flash3"]),
     "flash4": Home("Hopper, Blackwell", "cuda", torch.bfloat16, (10, 0), KERNELS["flash4"]),
@@ -89,6 +98,7 @@ def everything_there(name: str) -> Iterator[Callable[[str, Problem], Kernel]]:
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
             (torch.backends.cudnn, "version", lambda: 91501),
             (torch.version, "hip", None),
+            (flex, "find_spec", lambda name: name),  # triton
         ):
             stack.enter_context(mock.patch.object(what, attribute, value))
         stack.enter_context(mock.patch.dict("sys.modules", packages.modules()))
@@ -112,10 +122,11 @@ def problem(mask: Mask, feature: str) -> Problem:
         q_heads=4,
         kv_heads=2,
         scale=6**-0.5,
-        needs_band=mask.needs_band,
+        needs_band=mask.superset.needs_band,
         needs_grad=True,
         needs_lse_grad=feature in ("lse", "sinks"),
         softcap=30.0 if feature == "softcap" else None,
+        explicit=mask.explicit,
         alibi=feature == "alibi",
         dropout=feature == "dropout",
         deterministic=False,

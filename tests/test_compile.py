@@ -19,7 +19,7 @@ from ringcp.testing import assert_close, reference_attention
 MASKS = [ringcp.Causal(), ringcp.Window(3), ringcp.Causal() & ringcp.Window(2)]
 # Their encodings are longer than what all masks are padded to, and of three lengths.
 LONG_MASKS = [
-    functools.reduce(operator.or_, [ringcp.Window(i) & ringcp.Causal() for i in range(n)]) for n in (5, 9, 13)
+    functools.reduce(operator.or_, [ringcp.Window(i) & ringcp.Causal() for i in range(n)]) for n in (9, 13, 17)
 ]
 LAYOUTS = [ringcp.HeadTail, ringcp.Striped, ringcp.Contiguous]
 
@@ -315,11 +315,12 @@ def test_inference_mode_and_no_grad(worlds):
 @quiet
 def check_op(mesh):
     group_name = mesh.get_group().group_name
-    for length, dims in ((13, (8, 8)), (1, (8, 4))):
+    attn_mask = torch.ones(2, 1, 1, 13, dtype=torch.bool)
+    for length, dims, given in ((13, (8, 8), None), (1, (8, 4), None), (13, (8, 8), attn_mask)):
         q = torch.randn(2, 4, length, dims[0], requires_grad=True)
         k = torch.randn(2, 2, length, dims[0], requires_grad=True)
         v = torch.randn(2, length, 2, dims[1]).transpose(1, 2).requires_grad_()
-        args = (q, k, v, ringcp.HeadTail(length, 1).spec, None, ringcp.Causal().spec, None, None, group_name)
+        args = (q, k, v, ringcp.HeadTail(length, 1).spec, None, ringcp.Causal().spec, None, given, None, group_name)
         args += ("auto", None, None, "auto", None, None, 0.0, None, "call", None, True, True, "auto", True, "", "")
         # Numbers of a symbolic trace are those of a call that has been counted: the call number in `facts` differs.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -327,10 +328,10 @@ def check_op(mesh):
         out, lse, facts, kept = torch.ops.ringcp.attention(
             *(x.detach() if x is q or x is k or x is v else x for x in args)
         )
-        assert (facts.dtype, facts.shape, facts.device.type) == (torch.int64, (9,), "cpu")
+        assert (facts.dtype, facts.shape, facts.device.type) == (torch.int64, (10,), "cpu")
         assert (kept.dtype, kept.shape) == (torch.uint8, (0,))  # one rank exchanges nothing
         upstream = (torch.randn_like(out), torch.randn_like(lse))
-        tensors = (q.detach(), k.detach(), v.detach(), out, lse, kept, *args[3:7], facts, *k.shape[1:])
+        tensors = (q.detach(), k.detach(), v.detach(), out, lse, kept, *args[3:8], facts, *k.shape[1:])
         torch.library.opcheck(
             torch.ops.ringcp.attention_backward.default,
             (*upstream, *tensors, group_name, None, None, None, 0.0, None),

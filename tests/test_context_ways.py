@@ -393,11 +393,11 @@ def one_refuses(mesh):
             for fn in (sdpa, torch.compile(sdpa, backend="eager")):
                 odd = {"attn_mask": torch.ones(1, dtype=torch.bool)} if mesh.get_local_rank() == 1 else {}
                 start = time.monotonic()
-                with pytest.raises(ringcp.RingcpError, match="attn_mask: expected None") as info:
+                with pytest.raises(ringcp.RingcpError, match="attn_mask: expected 2 to 4 dims") as info:
                     fn(*inputs, **odd)
                 assert time.monotonic() - start < (1 if fn is sdpa else 20)
                 if fn is sdpa:
-                    expected = ringcp.UnsupportedError if odd else ringcp.AgreementError
+                    expected = ringcp.ArgumentError if odd else ringcp.AgreementError
                     assert isinstance(info.value, expected)
                 fn(*inputs)
     check_step(mesh, gqa, whole_tensors(13), by_definition(None), layout=layout)

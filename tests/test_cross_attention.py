@@ -147,6 +147,25 @@ def refuse_masks(mesh, agree):
         refused(mesh, tensors, {**options, "mask": mask, "agree": agree}, ringcp.UnsupportedError, words)
 
 
+def refuse_masks_of_copies(mesh, agree):
+    """No mask holds among keys that every rank has; none is dropped."""
+    (q, *_), options = make_cross(mesh)
+    kv_layout = ringcp.Joint(replicated=6, rest=ringcp.Contiguous(0, mesh.size()))
+    options |= {"kv_layout": kv_layout, "agree": agree}
+    tensors = q, *(normal(2, 2, 6, 4, seed=i) for i in range(2))
+    nothing = ringcp.Predicate(lambda b, h, q, k: q == k, name="same")
+    for mask in (ringcp.Causal(), ringcp.Window(2, 2), ringcp.Chunked(3), ringcp.Prefix(2), nothing):
+        words = f"mask: expected None or Full() where all keys are on every rank, in {kv_layout!r}, since a mask holds "
+        refused(mesh, tensors, {**options, "mask": mask}, ringcp.UnsupportedError, words)
+    full, none = (ringcp.attention(*tensors, **options, mask=mask) for mask in (ringcp.Full(), None))
+    assert torch.equal(full, none)
+
+
+@pytest.mark.parametrize("agree", ["call", "context"])
+def test_masks_among_keys_that_every_rank_has_are_refused(worlds, agree):
+    worlds(2).run(refuse_masks_of_copies, agree)
+
+
 @pytest.mark.parametrize("agree", ["call", "context"])
 def test_masks_of_one_sequence_are_refused_by_name(worlds, agree):
     worlds(2).run(refuse_masks, agree)

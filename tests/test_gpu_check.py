@@ -14,9 +14,24 @@ import pytest
 import torch
 from kernel_standins import cudnn_forward, efficient_forward, flash_forward
 
+import ringcp
 from benchmarks import gpu_check
-from benchmarks.gpu import bench, clock, exactness, facts, machine, one_rank, peaks, plan, runner, speed, table
-from benchmarks.gpu.bench import Bench, Found, Orders, Row, Skipped
+from benchmarks.gpu import (
+    clock,
+    exactness,
+    facts,
+    functions,
+    machine,
+    one_rank,
+    part,
+    peaks,
+    plan,
+    runner,
+    speed,
+    table,
+)
+from benchmarks.gpu.part import Bench, Found, Orders, Row, Skipped
+from benchmarks.origin import commit
 from ringcp.kernels.registry import KERNELS
 from ringcp.kernels.sdpa_cudnn import SdpaCudnn
 from ringcp.kernels.sdpa_efficient import SdpaEfficient
@@ -125,7 +140,7 @@ def test_a_process_that_nobody_ends_ends_itself():
     ours, theirs = context.Pipe(duplex=False)
     now = time.monotonic()
     process = context.Process(
-        target=bench.serve, args=(theirs, Orders("cpu", True, 0, now + LONG, now, ""), hanging, ())
+        target=part.serve, args=(theirs, Orders("cpu", True, 0, now + LONG, now, ""), hanging, ())
     )
     process.start()
     process.join(60.0)
@@ -207,6 +222,17 @@ def test_a_wrong_kernel_is_found(monkeypatch):
     assert rows[0].status == "wrong"
     assert "3 wrong, 0 right" in rows[0].detail
     assert "causal, 4 ranks: out: error" in rows[0].detail
+
+
+def test_a_wrong_kernel_of_functions_is_found(monkeypatch):
+    right = functions.in_process
+    monkeypatch.setattr(
+        functions, "in_process", lambda *x, mask, **options: right(*x, mask=mask & ringcp.Window(30), **options)
+    )
+    rows = []
+    monkeypatch.setattr(functions, "CASES", functions.CASES[:1])
+    functions.functions(bench_here(rows), "sdpa_flash_cpu")
+    assert [(row.name, row.status) for row in rows] == [("predicate, exact", "wrong"), ("predicate, one call", "info")]
 
 
 def test_other_bits_are_found(monkeypatch):
@@ -347,7 +373,7 @@ def test_a_lost_gpu_ends_the_part(monkeypatch):
     )
     on_cuda.check("an error, and the GPU is there", raises(RuntimeError("out of memory")))
     monkeypatch.setattr(torch.cuda, "synchronize", raises(RuntimeError("illegal memory access")))
-    with pytest.raises(bench.DeviceLost, match="illegal memory access"):
+    with pytest.raises(part.DeviceLost, match="illegal memory access"):
         on_cuda.check("the kernel", lambda: Found({}))
     assert rows[-1].status == "error"
 
@@ -382,7 +408,11 @@ def test_facts_that_hold_on_a_cpu():
 
 
 WRITTEN = {
-    "a": [("a sdpa_flash_cpu", "usp bf16"), ("a reference", "ring two runs, deterministic")],
+    "a": [
+        ("a sdpa_flash_cpu", "usp bf16"),
+        ("a reference", "ring two runs, deterministic"),
+        *(("a functions", f"{case.name}, {what}") for case in functions.CASES for what in ("exact", "one call")),
+    ],
     "machine b c": [
         ("machine", "device"),
         *(("b speed", f"sdpa_flash_cpu 64 tokens x 2: {mode}") for mode in speed.TIMED_MODES),
@@ -416,3 +446,4 @@ def test_the_command_needs_torch_and_einops_alone(parts, tmp_path):
     for kernel in ("sdpa_flash_cpu", "reference") if parts == "a" else ():
         assert rows[f"a {kernel}", "ring bf16"]["values"]["right"] == len(exactness.CASES)
     assert written["command"].startswith("python benchmarks/gpu_check.py --device cpu --smoke")
+    assert written["commit"] == commit(), "with + where the tree differs"

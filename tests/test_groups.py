@@ -234,13 +234,20 @@ def test_votes_through_a_store():
             refusal = ringcp.ArgumentError("a: got b") if words[rank] is None else None
             try:
                 said.append(
-                    agree(state, call, words[rank] or "", Told(10 + rank, 20 - rank, 30 + rank, rank == 1), refusal, 10)
+                    agree(
+                        state,
+                        call,
+                        words[rank] or "",
+                        Told(10 + rank, 20 - rank, 30 + rank, rank == 1, *((5, 6) if rank == 1 else ())),
+                        refusal,
+                        10,
+                    )
                 )
             except ringcp.RingcpError as error:
                 said.append(f"{type(error).__name__}: {error}")
         return said
 
-    told = [(10, 20, 30, False), (11, 19, 31, True), (12, 18, 32, False)]
+    told = [(10, 20, 30, False, -1, -1), (11, 19, 31, True, 5, 6), (12, 18, 32, False, -1, -1)]
     for rank, said in enumerate(in_threads(3, vote)):
         odd = f"AgreementError: rank {rank}: rank 1 made a different call than rank 0: a=2, not a=1. Nothing was sent."
         refused = f"AgreementError: rank {rank}: rank 1 refused its arguments (a: got b). Nothing was sent."

@@ -9,8 +9,8 @@ import pytest
 
 import ringcp
 
-PURE = ["errors", "band", "layout", "mask", "mask_mods", "node", "mask_nodes", "predicate_node", "mask_spec",
-        "vectorize", "balance", "topology", "grouped", "modes", "steps", "needs",
+PURE = ["errors", "band", "layout", "mask", "mask_mods", "node", "mask_nodes", "row_nodes", "predicate_node",
+        "mask_spec", "vectorize", "balance", "topology", "grouped", "modes", "steps", "needs",
         "gather_schedule", "schedule", "lower", "traces", "draw", "rotate"]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import flex_standin
 import kernel_standins as standins
 import package_standins
 import pytest
@@ -13,6 +14,7 @@ from ringcp.kernels.base import Form
 from ringcp.kernels.flash2 import Flash2
 from ringcp.kernels.flash3 import Flash3
 from ringcp.kernels.flash4 import Flash4
+from ringcp.kernels.flex import Flex
 from ringcp.kernels.operands import _additive_mask, additive_mask, aligned, allowed
 from ringcp.kernels.reference import Reference
 from ringcp.kernels.sdpa_cpu import SdpaFlashCpu
@@ -32,6 +34,7 @@ KERNELS = {
         Flash2(),
         Flash3(),
         Flash4(),
+        Flex(flex_standin.flex_attention, None),
     )
 }
 every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)

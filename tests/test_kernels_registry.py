@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringcp.errors import RingcpError, UnsupportedError
-from ringcp.kernels import registry
+from ringcp.kernels import flex, registry
 from ringcp.kernels.base import Problem
 from ringcp.kernels.registry import KERNELS, choose, kernel_at, kernel_index
 
@@ -37,7 +37,8 @@ def gpu(**changes):
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    """An H100 with a full build of torch."""
+    """An H100 with a full build of torch, and triton."""
+    monkeypatch.setattr(flex, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
@@ -46,8 +47,9 @@ def hopper(monkeypatch):
 
 def test_names_are_unique_and_codes_go_both_ways():
     packages = ["flash3", "flash4", "flash2"]
-    assert list(KERNELS) == [*packages, "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash_cpu", "reference"]
-    assert list(registry.FAMILIES) == [*packages, "sdpa", "reference"]
+    torchs = ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "sdpa_flash_cpu", "reference"]
+    assert list(KERNELS) == [*packages, *torchs]
+    assert list(registry.FAMILIES) == [*packages, "sdpa", "flex", "reference"]
     for name, kernel in KERNELS.items():
         assert kernel.name == name
         assert kernel_at(kernel_index(name)) is kernel
@@ -86,9 +88,15 @@ def test_the_registry_cannot_be_written():
         ("auto", cpu(scale=0.0), "reference"),
         ("auto", gpu(scale=-0.5), "reference"),
         ("auto", cpu(softcap=30.0), "reference"),
-        ("auto", gpu(softcap=30.0), "reference"),
+        ("auto", gpu(softcap=30.0), "flex"),
+        ("auto", gpu(softcap=30.0, dtype=torch.float64), "reference"),
         ("auto", cpu(alibi=True), "sdpa_flash_cpu"),
-        ("auto", gpu(alibi=True), "reference"),
+        ("auto", gpu(alibi=True), "flex"),
+        ("auto", cpu(explicit=True), "sdpa_flash_cpu"),
+        ("auto", gpu(explicit=True), "flex"),
+        ("auto", gpu(explicit=True, dtype=torch.float32, head_dim=8), "flex"),
+        ("auto", gpu(explicit=True, head_dim=512), "reference"),
+        ("flex", gpu(dtype=torch.float32), "flex"),
         ("reference", gpu(dropout=True), "reference"),
     ],
 )
@@ -130,6 +138,8 @@ REFUSALS = [
     ("sdpa_cudnn", gpu(alibi=True, dropout=True, needs_band=False), "no ALiBi slopes, no dropout"),
     ("sdpa_efficient", gpu(alibi=True, dropout=True), "no ALiBi slopes, no dropout"),
     ("sdpa_flash_cpu", cpu(dropout=True), "no dropout"),
+    ("flex", cpu(), "device cpu is not cuda"),
+    ("flex", gpu(dtype=torch.float64, dropout=True), "dtype float64 is not float32 or float16 or bfloat16, no dropout"),
     ("flash2", cpu(), "device cpu is not cuda, dtype float32 is not float16 or bfloat16, flash-attn is not installed"),
     ("flash2", gpu(), "flash-attn is not installed"),
     ("flash3", gpu(), "flash_attn_3 is not installed"),
@@ -206,7 +216,7 @@ def test_an_unknown_name_lists_the_names():
     with pytest.raises(UnsupportedError) as caught:
         choose("flash9", CPU)
     assert str(caught.value) == (
-        "kernel='flash9': expected one of auto, flash3, flash4, flash2, sdpa, reference, sdpa_flash, sdpa_cudnn, "
+        "kernel='flash9': expected one of auto, flash3, flash4, flash2, sdpa, flex, reference, sdpa_flash, sdpa_cudnn, "
         'sdpa_efficient, sdpa_flash_cpu. Pass kernel="auto" to let ringcp choose.'
     )
     assert isinstance(caught.value, RingcpError)
@@ -227,6 +237,8 @@ def test_all_reasons_come_in_one_message():
         "sdpa_flash: flash is disabled by sdpa_kernel, head_dim 264 > 256; "
         "sdpa_cudnn: cannot mask a window or another band, head_dim 264 > 128, its backward is not deterministic; "
         "sdpa_efficient: efficient is disabled by sdpa_kernel; "
+        "flex: plain attention only if asked for by name, for it is compiled, which takes its time, "
+        "head_dim 264 > 256; "
         "sdpa_flash_cpu: flash is disabled by sdpa_kernel, device cuda is not cpu; "
         "reference: math is disabled by sdpa_kernel. "
         'Pass kernel="reference" (plain matmuls, memory for the whole score matrix), or change what they refuse.'

@@ -184,14 +184,16 @@ def test_simple_masks_have_specs_of_one_shape():
     """So that different masks do not recompile."""
     masks = [Full(), Causal(), Window(3), Window(10**6, 5), Causal() & Window(7), Window(1) | Window(4, 4)]
     masks += [Prefix(5), Prefix([5, 6]), Padding([9, 2]), Chunked(64) & Causal(), Documents([3, 4, 0, 9]) & Causal()]
-    assert {mask.spec.shape for mask in masks} == {(16,)}
+    assert {mask.spec.shape for mask in masks} == {(32,)}
     assert len({tuple(mask.spec.tolist()) for mask in masks}) == len(masks)
 
 
 @given(trees, trees)
 @settings(max_examples=100)
 def test_equality_is_that_of_the_expression(a, b):
-    assert (a.mask == b.mask) == (repr(a.mask) == repr(b.mask)) == torch.equal(a.mask.spec, b.mask.spec)
+    assert (a.mask == b.mask) == (repr(a.mask) == repr(b.mask))
+    # A spec has more in it: for how many batch rows, and for how long a sequence, a mask was given.
+    assert a.mask == b.mask or not torch.equal(a.mask.spec, b.mask.spec)
     assert a.mask != repr(a.mask)
 
 

@@ -80,7 +80,7 @@ DO_NOT_FIT = {
     "padding": (Padding([3, 25]), "expected at most 24 valid tokens, got 25 in Padding("),
     "left": (
         Padding([3], side="left", seq_len=30) | Window(1),
-        "expected at most 24 valid tokens, got 30 in (Padding(",
+        "expected seq_len=24, the length of the whole sequence, got 30 in (Padding(",
     ),
 }
 
@@ -121,6 +121,8 @@ ONE_RUN = torch.arange(12)
 RESTARTS = {
     "one row": (PACKED_IDS, 0),
     "int32": (PACKED_IDS.int(), -1),
+    "int16": (PACKED_IDS.short(), -1),
+    "uint8": (PACKED_IDS.byte(), -1),
     "batch": (torch.stack([PACKED_IDS, OTHER_IDS]), 1),
     "sequence first": (torch.stack([PACKED_IDS, OTHER_IDS], 1), 0),
     "three axes": (PACKED_IDS.expand(3, 2, 12), 2),

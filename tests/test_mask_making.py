@@ -186,7 +186,29 @@ def test_what_makes_no_mask_is_named(case):
         (Prefix(11), "a prefix of at most 10 tokens, got 11 in Prefix(11)"),
         (Window(3) | Prefix([2, 30]), "a prefix of at most 10 tokens, got 30 in (Window(3, 0) | Prefix([2, 30]))"),
         (Padding([10, 12]), "at most 10 valid tokens, got 12 in Padding("),
-        (Padding([3], side="left", seq_len=12), "at most 10 valid tokens, got 12 in Padding([9, 12])"),
+        (
+            Padding([3], side="left", seq_len=12),
+            "seq_len=10, the length of the whole sequence, got 12 in Padding([9, 12])",
+        ),
+        (
+            Padding([3], side="left", seq_len=8),
+            "seq_len=10, the length of the whole sequence, got 8 in Padding([5, 8])",
+        ),
+        (Padding([3], seq_len=12), "seq_len=10, the length of the whole sequence, got 12 in Padding([0, 3])"),
+        (
+            Documents(position_ids=[0, 1, 0, 1, 2]) & Causal(),
+            "the position ids of all 10 tokens of the whole sequence, got those of 5 in (Documents([2, 3]) & Causal())",
+        ),
+        (
+            Documents(position_ids=[[*range(10)], [*range(9)]]),
+            "the position ids of all 10 tokens of the whole sequence",
+        ),
+        (Padding([5, 5, 5]), "one entry for each of 2 batch rows, or one for all, got 3 in Padding([0, 5])"),
+        (Documents([[4], [4], [4]]), "one entry for each of 2 batch rows, or one for all, got 3 in Documents([4])"),
+        (
+            Causal() | Prefix([3, 3, 3]),
+            "one entry for each of 2 batch rows, or one for all, got 3 in (Causal() | Prefix",
+        ),
         (Prefix([1, 2, 3]), "one entry for each of 2 batch rows, or one for all, got 3 in Prefix([1, 2, 3])"),
     ],
     ids=lambda value: "" if isinstance(value, str) else repr(value),

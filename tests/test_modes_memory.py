@@ -65,13 +65,12 @@ class Share(NamedTuple):
         own = self.q * per_q + self.kv * per_kv
         return self.peers_q * per_q + self.peers_kv * per_kv + (2 * degree - 1) * own
 
-    def back(self, degree: int, heads: Heads, per_q: int, per_kv: int, summed: bool) -> int:
-        """Others' rows that go, own rows that come, own rows put together; and own parts, if these are sums."""
-        sizes = (
-            (degree - 1) * self.q + self.peers_q + heads.q,
-            (degree - 1) * self.kv + self.peers_kv + heads.kv + self.kv * summed,
-        )
-        return sizes[0] * per_q + sizes[1] * per_kv
+    def back(self, degree: int, heads: Heads, per_q: int, per_kv: int, last: int) -> int:
+        """Own rows that come, and with them first others' rows that go and own parts, in the end what is put together
+        and the own part of the last tensor.
+        """
+        coming, own = (n_q * per_q + n_kv * per_kv for n_q, n_kv in ((self.peers_q, self.peers_kv), (self.q, self.kv)))
+        return coming + max((degree - 1) * own + own, heads.q * per_q + heads.kv * per_kv + last)
 
 
 def exchanged(degree: int, heads: Heads, dtype: torch.dtype, place: int, rings: bool) -> Seen:
@@ -85,7 +84,7 @@ def exchanged(degree: int, heads: Heads, dtype: torch.dtype, place: int, rings: 
     ahead = (
         share.there(degree, DIM * e, 2 * DIM * e),
         degree * (share.q * DIM * e + share.kv * 2 * DIM * e) + 2 * block * e,
-        share.back(degree, heads, DIM * e + acc, 0, summed),
+        share.back(degree, heads, DIM * e + acc, 0, share.q * acc),
     )
     per_q, grad = 3 * DIM * e + acc, acc if summed else e
     several = rings and share.q > 1  # of one head, dq and the own sum are results of the one call on the own block
@@ -93,7 +92,7 @@ def exchanged(degree: int, heads: Heads, dtype: torch.dtype, place: int, rings: 
         share.there(degree, per_q, 2 * DIM * e),
         degree * (share.q * (per_q + several * DIM * acc) + share.kv * 2 * DIM * e)
         + block * (2 * e + (2 + several) * acc),
-        share.back(degree, heads, DIM * e, 2 * DIM * grad, summed),
+        share.back(degree, heads, DIM * e, 2 * DIM * grad, share.kv * DIM * grad),
     )
     return Seen(*(BATCH * ROWS * max(phases) for phases in (ahead, back)))
 
@@ -138,7 +137,8 @@ def test_what_an_exchange_keeps_takes_the_place_of_rows_put_together():
         seen = peaks(Choice("ulysses", world_size, ""), world_size, heads, torch.float32, 1, keep=True)
         kept, of_peers = (4 * DIM + 1) * row, row * (world_size - 1) // world_size
         assert seen.forward == kept + max(2 * 3 * DIM * of_peers, 2 * (DIM + 1) * of_peers + (DIM + 1) * row)
-        assert seen.backward == max(DIM * (row + 2 * of_peers), 3 * DIM * (row + 2 * of_peers))
+        # In the end the own part of the last of dq, dk and dv, what comes of all, and all put together.
+        assert seen.backward == DIM * (row - of_peers + 3 * of_peers + 3 * row)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -609,7 +609,7 @@ class Extended(nn.Module):
 
 
 BAD_CALLS = {
-    "attn_mask": (Attend, lambda q, k, v: ((q, k, v, torch.ones(9, 9)), {}), U, "attn_mask: expected None"),
+    "attn_mask": (Attend, lambda q, k, v: ((q, k, v, torch.ones(9)), {}), A, "attn_mask: expected 2 to 4 dims"),
     "dropout": (Attend, lambda q, k, v: ((q, k, v), {"dropout_p": 0.1}), U, "dropout_p: expected 0.0"),
     "grouped": (
         Attend,

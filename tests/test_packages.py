@@ -12,7 +12,7 @@ from test_kernels import BANDS, FULL, SCALE, SQUARE, check, operands
 from test_kernels_registry import cpu, gpu
 
 import ringcp
-from ringcp.kernels import package
+from ringcp.kernels import flex, package
 from ringcp.kernels.base import Form
 from ringcp.kernels.flash2 import Flash2
 from ringcp.kernels.flash3 import Flash3
@@ -36,6 +36,7 @@ def chip(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(flex, "find_spec", lambda name: name)  # triton
     return lambda *capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
@@ -185,7 +186,8 @@ ALL = tuple(module for _, module, _ in PACKAGES.values())
         ((9, 0), ALL, {"dtype": torch.float32}, "sdpa_efficient"),
         ((7, 5), ALL, {"dtype": torch.float16}, "sdpa_efficient"),
         ((9, 0), (), {}, "sdpa_flash"),
-        ((9, 0), (), {"softcap": 30.0}, "reference"),
+        ((9, 0), (), {"softcap": 30.0}, "flex"),
+        ((9, 0), ALL, {"softcap": 30.0}, "flash3"),
     ],
 )
 def test_auto_takes_the_package_that_fits_the_chip(chip, monkeypatch, capability, modules, changes, want):

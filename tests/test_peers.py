@@ -15,6 +15,7 @@ from rich.console import Console
 
 from benchmarks.cases import Case, document_lengths
 from benchmarks.harness import METRICS, Harness
+from benchmarks.origin import Origin
 from benchmarks.peers import adapters, bench, measure
 from benchmarks.peers.cases import CASES, Named
 from benchmarks.peers.launches import run_case
@@ -26,7 +27,7 @@ from benchmarks.peers.standin.flash_attn import flash_attn_func, flash_attn_varl
 from benchmarks.peers.standin.flash_attn import flash_attn_interface as interface
 from benchmarks.peers.tables import print_results, print_summary
 from benchmarks.providers import PROVIDERS, Provider
-from benchmarks.report import Origin, append_csv
+from benchmarks.rows import append_csv
 from benchmarks.suite import DOCUMENTS
 from ringcp.testing import assert_close, reference_attention
 

@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcp
 from ringcp import Causal, Documents, Predicate, Window
+from ringcp.attention import attend
 from ringcp.kernels.registry import KERNELS
 from ringcp.mask import decode_mask
+from ringcp.options import Options
 from ringcp.testing import assert_close, in_process, reference_attention
 
 
@@ -232,9 +234,58 @@ def test_ranks_agree_on_names_and_not_on_handles(worlds):
     worlds(2).run(check_names)
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("reference", "sdpa_flash_cpu")])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("reference", "flex", "sdpa_flash_cpu")])
 def test_kernels_that_take_no_masks_say_so(name):
     x = torch.zeros(1, 1, 8, 8)
     with pytest.raises(ringcp.UnsupportedError, match=rf"{name}: .*no explicit masks \(Predicate\)") as info:
         in_process(x, x, x, world_size=2, mask=Predicate(causal), kernel=name)
     assert "key/value heads, explicit masks (Predicate), but" in str(info.value)
+
+
+_TABLE = torch.ones(13, dtype=torch.bool)
+
+
+def _by_name(b, h, q_idx, kv_idx):
+    return _TABLE[kv_idx]
+
+
+class _Object:
+    def __init__(self, table):
+        self.tables = [table]
+
+    def mask(self, b, h, q_idx, kv_idx):
+        return self.tables[0][kv_idx] & _by_name(b, h, q_idx, kv_idx)
+
+    __call__ = mask
+
+
+def capturing(table):
+    """Functions that capture a tensor, in every way there is."""
+    yield lambda b, h, q, k: table[k]
+    yield lambda b, h, q, k, table=table: table[k]
+    yield functools.partial(lambda table, b, h, q, k: table[k], table)
+    yield _Object(table)
+    yield _Object(table).mask
+    inner = lambda k: table[k]  # noqa: E731
+    yield lambda b, h, q, k: inner(k)
+
+
+def test_a_captured_tensor_that_is_written_to_before_backward_is_no_silent_error():
+    q, k, v = (torch.randn(1, 2, 13, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mesh_of_one = {"group_name": "", "return_lse": False, "refusal": None}
+    for i in range(6):
+        table = torch.ones(13, dtype=torch.bool)
+        fn = list(capturing(table))[i]
+        options = Options(mask=Predicate(fn, name=f"captures {i}"))
+        attend(q, k, v, options, **mesh_of_one).sum().backward()
+        out = attend(q, k, v, options, **mesh_of_one)
+        table[3] = False
+        with pytest.raises(
+            ringcp.ArgumentError, match=rf"Predicate\(captures {i}\) captures as they were in forward, got"
+        ):
+            out.sum().backward()
+        attend(q, k, v, options, **mesh_of_one).sum().backward()
+    out = attend(q, k, v, Options(mask=Predicate(_by_name)), **mesh_of_one)
+    _TABLE[3] = True
+    with pytest.raises(ringcp.ArgumentError, match=r"Predicate\(_by_name\) captures"):
+        out.sum().backward()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringcp
-from benchmarks.gpu.bench import Bench, Found, Row, Skipped, deterministic
+from benchmarks.gpu.part import Bench, Found, Row, Skipped, deterministic
 from ringcp.errors import UnsupportedError
 from ringcp.kernels.base import Problem
 from ringcp.kernels.registry import KERNELS
@@ -118,7 +118,7 @@ def expected(case: Case, given: Tensors) -> Expected:
     seen = allowed | ~allowed.any(-1, keepdim=True)
     dlse = None if given.dlse is None else given.dlse.masked_fill(dead[..., 0], 0.0)
     masked = given._replace(dout=given.dout.masked_fill(dead, 0.0), dlse=dlse)
-    one = graded(masked, partial(_rounded if case.through_lse else _sdpa, mask=mask, seen=seen))
+    one = graded(masked, partial(rounded, seen=seen) if case.through_lse else partial(_sdpa, mask=mask, seen=seen))
     return Expected(exact, one | {"out": one["out"].masked_fill(dead, 0.0)})
 
 
@@ -133,10 +133,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: ringcp.Mask, seen: Tensor) -> t
     return out, out.new_zeros(out.shape[:3], dtype=torch.float32)
 
 
-def _rounded(q: Tensor, k: Tensor, v: Tensor, mask: ringcp.Mask, seen: Tensor) -> tuple[Tensor, Tensor]:
+def rounded(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse by matmuls, rounded where a flash kernel rounds. bias: what is added to the scores."""
     dtype, group = q.dtype, Q_HEADS // KV_HEADS
     wide_q, wide_k, wide_v = q.float(), k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
-    scores = (wide_q @ wide_k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    scores = wide_q @ wide_k.mT * q.shape[-1] ** -0.5
+    scores = (scores if bias is None else scores + bias).masked_fill(~seen, -torch.inf)
     scores.register_hook(lambda grad: grad.to(dtype).float())
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp()

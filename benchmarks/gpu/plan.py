@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.gpu.compiled import compiled
 from benchmarks.gpu.exactness import exactness
 from benchmarks.gpu.facts import facts
+from benchmarks.gpu.functions import functions
 from benchmarks.gpu.machine import machine
 from benchmarks.gpu.pair import RANKS, pair
 from benchmarks.gpu.peaks import peaks
@@ -33,6 +34,8 @@ def plan(device: str) -> list[Part]:
     of_kernel = {name: Part(f"a {name}", exactness, seconds, (name,)) for name, seconds in kernels.items()}
     optional = [of_kernel.pop(name) for name in _OPTIONAL if name in of_kernel]
     first, *others = of_kernel.values()
+    # Of "flex" only what others do not take: each further mask and mode would be compiled.
+    of_functions = Part("a functions", functions, 60.0, ("flex" if device == "cuda" else "sdpa_flash_cpu",))
     return [
         Part("machine", machine, 20.0),  # the processes that all parts are forked from start with it
         *optional,
@@ -41,6 +44,7 @@ def plan(device: str) -> list[Part]:
         Part("c memory", peaks, 12.0),
         Part("d two ranks", pair, 35.0, ranks=RANKS),
         Part("e compile", compiled, 30.0),
+        of_functions,
         Part("facts", facts, 15.0),
         *others,
     ]

@@ -30,6 +30,7 @@ from rich.console import Console
 
 from benchmarks.harness import Harness
 from benchmarks.meters import quiet_unless
+from benchmarks.origin import Origin
 from benchmarks.peers.adapters import ADAPTERS, PATIENCE, installed
 from benchmarks.peers.cases import CASES, Named
 from benchmarks.peers.launches import run_case, torchrun
@@ -37,7 +38,7 @@ from benchmarks.peers.measure import FIRST_ROUNDS, Effort, competitors, measure
 from benchmarks.peers.record import Record
 from benchmarks.peers.results import OURS, Result
 from benchmarks.peers.tables import print_results, print_summary
-from benchmarks.report import Origin, append_csv
+from benchmarks.rows import append_csv
 
 _FOLDER = Path("build/peers")
 

@@ -17,7 +17,7 @@ from benchmarks.peers.cases import Named
 from benchmarks.peers.record import DONE, Record
 from benchmarks.peers.results import OURS, SLOW, Result
 from benchmarks.providers import BASELINE, PROVIDERS, Provider, Setting
-from benchmarks.report import quantiles
+from benchmarks.rows import quantiles
 from benchmarks.usage import Usage
 
 # Slower than this many times ringcp: the first rounds say enough.

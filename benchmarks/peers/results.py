@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.harness import METRICS
-from benchmarks.report import Origin, Row, percent_of_baseline, quantiles
+from benchmarks.origin import Origin
+from benchmarks.rows import Row, percent_of_baseline
 from benchmarks.suite import OF_SINGLE, PEAK, SENT
 
 OURS = "ringcp"
@@ -68,13 +69,11 @@ class Result:
         """Lines for the CSV. One that was not timed has one, whose metric is the verdict and whose unit says why."""
 
         def row(metric: str, unit: str, values: Sequence[float]) -> Row:
-            q = quantiles(values) if values else None
-            shown = ["", "", ""] if q is None else [float(f"{x:.6g}") for x in (q.median, q.p20, q.p80)]
-            return Row(self.provider, title, self.mode, metric, unit, *shown, threads=self.threads, **vars(origin))
+            who = self.provider, title, self.mode
+            return Row.of(who, metric, unit, values, threads=self.threads, origin=origin)
 
         if self.verdict:
-            reason = " ".join(self.problem.split())
-            return [row(self.verdict, reason, [1e3 * self.seen] if self.verdict == SLOW else [])]
+            return [row(self.verdict, self.problem, [1e3 * self.seen] if self.verdict == SLOW else [])]
         rows = []
         for i, metric in enumerate(METRICS):
             rows.append(row(metric, "ms", [1e3 * s[i] for s in self.seconds]))

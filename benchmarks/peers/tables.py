@@ -11,7 +11,7 @@ from rich.table import Table
 from benchmarks.peers.cases import Named
 from benchmarks.peers.results import OURS, Result
 from benchmarks.providers import BASELINE
-from benchmarks.report import quantiles
+from benchmarks.rows import quantiles
 
 
 def print_results(console: Console, results: Sequence[Result], cases: Sequence[Named]) -> None:

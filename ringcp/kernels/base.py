@@ -23,8 +23,9 @@ class Problem:
 
     needs_band: whether calls may have two edges, or one that is not causal.
     needs_lse_grad: whether a gradient through the lse may come.
-    explicit: whether calls come with masks of any pairs, written out.
-    alibi: whether calls come with slopes of ALiBi. dropout: whether with dropout.
+    explicit: whether calls come with masks of any pairs, written out or as functions.
+    alibi: whether calls come with slopes of ALiBi. attn_mask: whether with what an `attn_mask` adds. dropout: whether
+        with dropout.
     softcap: scaled scores become ``softcap * tanh(score / softcap)`` before they are masked; None leaves them.
     deterministic: whether a kernel whose bits vary from run to run must refuse; by default, what torch was told.
     """
@@ -42,6 +43,7 @@ class Problem:
     softcap: float | None = None
     explicit: bool = False
     alibi: bool = False
+    attn_mask: bool = False
     dropout: bool = False
     deterministic: bool = field(default_factory=_must_be_deterministic)
 
@@ -58,6 +60,7 @@ def problem_of(
     explicit: bool = False,
     *,
     alibi: bool = False,
+    attn_mask: bool = False,
     dropout: bool = False,
 ) -> Problem:
     """The problem that these tensors pose."""
@@ -75,6 +78,7 @@ def problem_of(
         softcap=softcap,
         explicit=explicit,
         alibi=alibi,
+        attn_mask=attn_mask,
         dropout=dropout,
     )
 
@@ -84,7 +88,8 @@ class Kernel(Protocol):
     (query head h uses key/value head ``h // (Hq // Hkv)``); M, N >= 1.
 
     A kernel that does not refuse ALiBi takes a further keyword in both directions, ``alibi: Alibi | None``: its bias is
-    added to scores that are scaled and capped. One that does not refuse dropout takes ``dropout: Dropout | None``:
+    added to scores that are scaled and capped. Likewise ``attn_mask: AttnMask | None``, whose bias may be -inf: a row
+    that attends to nothing is as one of `allowed`. One that does not refuse dropout takes ``dropout: Dropout | None``:
     weights are multiplied by its factors after the softmax, so that the lse does not see it.
     """
 
@@ -115,7 +120,7 @@ class Kernel(Protocol):
         """out (B, Hq, M, Dv) in q's dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64 inputs).
 
         allowed: bool, broadcastable to (B, Hq, M, N): of the pairs of the form, those that attend; None for all. A row
-            that attends to nothing here has out 0 and lse -inf.
+            that attends to nothing here has out 0 and lse -inf. If the caps say `functions`, it may be an `Allowed`.
         """
         ...
 

@@ -1,14 +1,19 @@
-"""What positions say of each pair of a call: its distance, for ALiBi, and whether dropout keeps it.
+"""What is said of each pair of a call: its distance, for ALiBi, what an attn_mask holds of it, whether functions allow
+it, and whether dropout keeps it.
 
 Shapes: B batch, Hq query heads, M query rows, N keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ringcp.band import Range
 
 _LOW = (1 << 32) - 1
 # Below 2**31, so that no product of it with 32 bits leaves an int64.
@@ -26,6 +31,11 @@ class Alibi:
     rows: Tensor
     keys: Tensor
 
+    @property
+    def planes(self) -> int:
+        """Batch rows times heads that differ."""
+        return self.slopes.numel()
+
     def bias(self, dtype: torch.dtype) -> Tensor:
         """(B | 1, Hq, M, N)."""
         distance_MN = (self.rows[:, None] - self.keys).abs().to(dtype)
@@ -34,6 +44,64 @@ class Alibi:
     def part(self, rows: slice, keys: slice) -> Alibi:
         """That of some rows and keys."""
         return Alibi(self.slopes, self.rows[rows], self.keys[keys])
+
+
+@dataclass(frozen=True)
+class AttnMask:
+    """An `attn_mask` of `F.scaled_dot_product_attention`: what it adds to the scaled (and capped) scores.
+
+    values: (B | 1, Hq | 1, M | 1, S) of bool, True where a pair attends, or floating. keys: (N,), int64: which of them.
+    """
+
+    values: Tensor
+    keys: Tensor
+
+    @property
+    def planes(self) -> int:
+        """Batch rows times heads that differ."""
+        return self.values.shape[0] * self.values.shape[1]
+
+    def bias(self, dtype: torch.dtype) -> Tensor:
+        """(B | 1, Hq | 1, M | 1, N); -inf for pairs that do not attend.
+
+        So are those with a number so low that in `dtype` nothing is left of a score beside it, as padding is often
+        written (float32's least one): a row that sees nothing else attends to nothing, as in a mask of bool. Its lse
+        could not tell how many keys there are, and backward and merges need that.
+        """
+        values_BHMN = self.values.index_select(3, self.keys)
+        if values_BHMN.dtype == torch.bool:
+            bias_BHMN = torch.zeros_like(values_BHMN, dtype=dtype)
+            return bias_BHMN.masked_fill_(~values_BHMN, -torch.inf)
+        bias_BHMN = values_BHMN.to(dtype)
+        return bias_BHMN.masked_fill(bias_BHMN <= -4 / torch.finfo(dtype).eps, -torch.inf)
+
+    def of(self, batch: Range, heads: Range, rows: Range) -> AttnMask:
+        """That of some batch rows, heads and rows."""
+        places = zip((batch, heads, rows), self.values.shape, strict=False)
+        return AttnMask(self.values[tuple(slice(*place) if n > 1 else slice(None) for place, n in places)], self.keys)
+
+    def part(self, rows: slice, keys: slice) -> AttnMask:
+        """That of some rows and keys."""
+        values = self.values[:, :, rows] if self.values.shape[2] > 1 else self.values
+        return AttnMask(values, self.keys[keys])
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Which pairs attend: those that all functions allow.
+
+    functions: mask_mods of FlexAttention, of single numbers among those of the whole call, which compute pointwise and
+        look up in tensors. by_row, by_head: whether any of them depends on the batch row, and on the query head.
+    batch: (B,), heads: (Hq,), rows: (M,), keys: (N,): these numbers of the call's own rows, heads and keys; int64.
+    """
+
+    functions: tuple[Callable[..., Any], ...]
+    by_row: bool
+    by_head: bool
+    batch: Tensor
+    heads: Tensor
+    rows: Tensor
+    keys: Tensor
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ringcp.cutting import Caps
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import allowed as in_form
 from ringcp.kernels.operands import attending
-from ringcp.kernels.pairwise import Alibi, Dropout
+from ringcp.kernels.pairwise import Alibi, AttnMask, Dropout
 from ringcp.kernels.refusals import word
 
 
@@ -45,13 +45,15 @@ class Reference:
         softcap: float | None = None,
         allowed: Tensor | None = None,
         alibi: Alibi | None = None,
+        attn_mask: AttnMask | None = None,
         dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor]:
         q_BHRD, k_BHND, v_BHNE = _grouped(q, k.shape[1]), _wide(k), _wide(v)
-        scores_BHRN, _ = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap, allowed, alibi)
+        scores_BHRN, _ = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap, allowed, alibi, attn_mask)
         lse_BHR = scores_BHRN.logsumexp(-1)
         # Of a row that attends to nothing, (-inf) - (-inf) has no value.
-        finite_BHR = lse_BHR if allowed is None else lse_BHR.masked_fill(lse_BHR == -torch.inf, 0.0)
+        all_attend = allowed is None and attn_mask is None
+        finite_BHR = lse_BHR if all_attend else lse_BHR.masked_fill(lse_BHR == -torch.inf, 0.0)
         probs_BHRN = (scores_BHRN - finite_BHR.unsqueeze(-1)).exp()
         if dropout is not None:
             probs_BHRN *= _factors(dropout, probs_BHRN)
@@ -74,11 +76,12 @@ class Reference:
         softcap: float | None = None,
         allowed: Tensor | None = None,
         alibi: Alibi | None = None,
+        attn_mask: AttnMask | None = None,
         dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_BHRD, k_BHND, v_BHNE = _grouped(q, k.shape[1]), _wide(k), _wide(v)
         dout_BHRE, out_BHRE = _grouped(dout, k.shape[1]), _grouped(out, k.shape[1])
-        scores_BHRN, slope_BHRN = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap, allowed, alibi)
+        scores_BHRN, slope_BHRN = _scores(q_BHRD, k_BHND, q.shape[2], form, scale, softcap, allowed, alibi, attn_mask)
         probs_BHRN = (scores_BHRN - lse.reshape(scores_BHRN.shape[:-1]).unsqueeze(-1)).exp()
         delta_BHR = (dout_BHRE * out_BHRE).sum(-1)
         if dlse is not None:
@@ -107,6 +110,7 @@ def _scores(
     softcap: float | None,
     allowed: Tensor | None,
     alibi: Alibi | None,
+    attn_mask: AttnMask | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The scores, -inf where nothing attends; and with a softcap how much of a change of theirs it lets through."""
     scores_BHRN, slope_BHRN = q_BHRD @ k_BHND.mT * scale, None
@@ -114,9 +118,9 @@ def _scores(
         tanh_BHRN = (scores_BHRN / softcap).tanh_()
         # Before masking: at -inf it would be 1 - inf.
         scores_BHRN, slope_BHRN = tanh_BHRN * softcap, 1 - tanh_BHRN.square()
-    if alibi is not None:
-        bias_BHMN = alibi.bias(scores_BHRN.dtype)
-        scores_BHRN.view(-1, *bias_BHMN.shape[1:]).add_(bias_BHMN)
+    for biased in (alibi, attn_mask):
+        if biased is not None:
+            scores_BHRN.view(scores_BHRN.shape[0], -1, m, k_BHND.shape[2]).add_(biased.bias(scores_BHRN.dtype))
     if allowed is not None:
         pairs_BHMN = attending(m, k_BHND.shape[2], form, allowed)
         heads = (1, 1) if pairs_BHMN.shape[1] == 1 else (k_BHND.shape[1], -1)

@@ -30,8 +30,9 @@ def shared(
     softcap: bool = False,
     explicit: bool = False,
     alibi: bool = False,
+    attn_mask: bool = False,
 ) -> list[str]:
-    """Refusals by device type, dtype, bands, written masks, softcap, ALiBi, dropout and head dims."""
+    """Refusals by device type, dtype, bands, written masks, softcap, ALiBi, attn_mask, dropout and head dims."""
     reasons = []
     if problem.device.type != device:
         reasons.append(f"device {problem.device.type} is not {device}")
@@ -47,6 +48,8 @@ def shared(
         reasons.append("no softcap")
     if problem.alibi and not alibi:
         reasons.append("no ALiBi slopes")
+    if problem.attn_mask and not attn_mask:
+        reasons.append("no attn_mask")
     if problem.dropout:
         reasons.append("no dropout")
     if max_dim is not None:

@@ -4,7 +4,8 @@ A new kernel is one file and one line in `_ALL`, at its place in the order of pr
 which an op's forward tells its backward which kernel ran.
 
 On a GPU, packages that are installed go first: flash3 (it refuses all but Hopper), flash4 (Blackwell, and Hopper
-without flash3), flash2 (the rest, and what these two refuse). Then what torch has built in, and the reference.
+without flash3), flash2 (the rest, and what these two refuse). Then what torch has built in, then flex for what none of
+these takes (masks that functions say, ALiBi, a softcap without a package), and the reference.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ringcp.kernels.base import Kernel, Problem
 from ringcp.kernels.flash2 import Flash2
 from ringcp.kernels.flash3 import Flash3
 from ringcp.kernels.flash4 import Flash4
+from ringcp.kernels.flex import Flex
 from ringcp.kernels.reference import Reference
 from ringcp.kernels.refusals import word
 from ringcp.kernels.sdpa_cpu import SdpaFlashCpu
@@ -36,6 +38,7 @@ _ALL: tuple[Kernel, ...] = (
     SdpaFlash(),
     SdpaCudnn(),
     SdpaEfficient(),
+    Flex(),
     SdpaFlashCpu(),
     Reference(),
 )
@@ -102,9 +105,14 @@ def _candidates(asked: str) -> list[Kernel]:
 
 
 def _unasked(kernel: Kernel, asked: str, problem: Problem) -> list[str]:
-    """Nobody who leaves dropout on by habit should find out by running out of memory."""
+    """Nobody who leaves dropout on by habit should find out by running out of memory, nor wait for a compiler where
+    another kernel would do.
+    """
     if problem.dropout and kernel.name == "reference" != asked:
         return ["dropout only if asked for by name, for it needs memory for the whole score matrix"]
+    special = problem.explicit or problem.alibi or problem.softcap is not None
+    if kernel.name == "flex" != asked and not special:
+        return ["plain attention only if asked for by name, for it is compiled, which takes its time"]
     return []
 
 
@@ -146,6 +154,7 @@ def _described(problem: Problem) -> str:
         (problem.explicit, "explicit masks (Predicate)"),
         (problem.softcap is not None, "a softcap"),
         (problem.alibi, "ALiBi slopes"),
+        (problem.attn_mask, "an attn_mask"),
         (problem.dropout, "dropout"),
         (problem.needs_grad, "gradients"),
         (problem.needs_grad and problem.needs_lse_grad, "a gradient through the lse"),
