@@ -29,7 +29,7 @@ test: $(STAMP)  ## run the core suite; ARGS="-k name" goes to pytest
 matrix: $(STAMP)  ## run the rest of the tests: every mode, predicates, and each cell of the support table
 	$(BIN)/python -m pytest -m matrix $(ARGS)
 
-parity: $(STAMP)  ## write benchmarks/results/parity.md: errors on 1 to 8 ranks, dependence, public reports; ten minutes
+parity: $(STAMP)  ## write build/parity/parity.md: errors on 1 to 8 ranks, dependence, public reports; ten minutes
 	$(BIN)/python -m benchmarks.parity $(ARGS)
 
 examples: $(STAMP)  ## run the examples and the commands of the README, and check what they say
@@ -47,7 +47,7 @@ bench-peers: $(PEERS_STAMP)  ## ringcp beside other libraries, in 15 to 20 minut
 	$(PEERS)/bin/python -m benchmarks.peers.bench $(ARGS)
 
 bench-training: $(STAMP)  ## train a small decoder in every mode and in one process: speed, memory, loss curves; ARGS="--smoke"
-	$(BIN)/python benchmarks/training.py $(ARGS)
+	$(BIN)/python -m benchmarks.training $(ARGS)
 
 lint: $(STAMP)  ## ruff, formatting, mypy, import contracts
 	$(BIN)/ruff check .

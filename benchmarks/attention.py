@@ -6,8 +6,9 @@
 Each round times the baseline (`F.scaled_dot_product_attention` on rank 0 with all cores, the other ranks asleep) and
 every provider, forward and backward, agreement of the ranks included. All ranks are timed from a barrier on, and the
 slowest counts. Each provider is first held against the fp64 reference, in a small case and by some rows of the case;
-a wrong one is reported, not timed. `benchmarks/bench.py` runs whole suites of cases. With CUDA the same runs on NCCL,
-one device a rank, and the percentages are of the baseline's one device times the number of devices.
+one that is wrong, or refuses the case, is reported, not timed. `benchmarks/bench.py` runs whole suites of cases. With
+CUDA the same runs on NCCL, one device a rank, and the percentages are of the baseline's one device times the number of
+devices.
 
 `--csv FILE` appends to FILE, `--breakdown` adds what `ringcp.record()` sees, `--smoke` only tries whether all of it
 works. Nothing else should run on the machine. Needs rich (`pip install ringcp[dev]`).
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,9 +32,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.cases import DTYPES, Case
 from benchmarks.harness import Harness
+from benchmarks.measured import Measured, print_breakdown, print_table
 from benchmarks.meters import ByWork, quiet_unless
+from benchmarks.origin import Origin
 from benchmarks.providers import BASELINE, PROVIDERS, Setting
-from benchmarks.report import Measured, Origin, append_csv, print_breakdown, print_table
+from benchmarks.rows import append_csv
 from benchmarks.runner import Effort, Job, ranks, run_case
 from ringcp.layout import LAYOUT_NAMES
 
@@ -111,7 +115,8 @@ def main(argv: Sequence[str]) -> None:
 def _run(harness: Harness, mesh: DeviceMesh, args: argparse.Namespace, argv: Sequence[str]) -> None:
     first = harness.rank == 0
     console = quiet_unless(first)
-    origin = Origin.here(harness.device, harness.world_size, argv)
+    start = f"torchrun --standalone --nproc-per-node={harness.world_size} benchmarks/attention.py"
+    origin = Origin.of(harness.device, f"{start} {shlex.join(argv)}".strip())
     about = f"{origin.device}, torch {origin.torch}, {harness.world_size} ranks x {args.threads} threads"
     console.print(f"{about}, commit {origin.commit or 'unknown'}\n{origin.command}", markup=False, highlight=False)
     names = [(BASELINE, mode) for mode in PROVIDERS[BASELINE].modes]

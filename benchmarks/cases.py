@@ -91,6 +91,11 @@ class Case:
         lengths = document_lengths(self.mask) or [self.seq_len]
         return sum(min(n, window) * (min(n, window) + 1) // 2 + max(0, n - window) * window for n in lengths)
 
+    @property
+    def flops(self) -> int:
+        """Of the products of matrices in forward (2) and backward (5)."""
+        return 14 * self.pairs * self.batch * self.heads * self.head_dim
+
     def shrunk(self, divisor: int) -> Case:
         """The same kind of problem with so many times fewer tokens, in a window and each document too."""
         kind, _, numbers = self.mask.partition(":")

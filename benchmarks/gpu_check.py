@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ import torch
 from benchmarks.gpu.plan import plan
 from benchmarks.gpu.runner import Result, run_part
 from benchmarks.gpu.table import line_of, table
+from benchmarks.origin import Origin
 
 _START = time.monotonic()
 
@@ -37,7 +38,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--budget-s", type=float, default=330.0, help="seconds for all parts together (330)")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for gpu_check.json (this one)")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for gpu_check.json (%(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda, which has to be there")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: only try whether all of it works")
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts whose names begin so, such as a, d or facts")
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> None:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     until = _START + args.budget_s
+    origin = Origin.of(args.device, shlex.join(["python", "benchmarks/gpu_check.py", *argv]))
     results: list[Result] = []
     for i, part in enumerate(args.parts):
         shares = [other.seconds for other in args.parts[i:]]
@@ -66,14 +68,13 @@ def main(argv: Sequence[str]) -> None:
         results.append(
             run_part(part, args.device, args.smoke, allowed, lambda row: print(f"  {line_of(row)}", flush=True))
         )
-        _write(args.out / "gpu_check.json", argv, results)
+        _write(args.out / "gpu_check.json", origin, results)
     print(f"\n{table(results)}\n{time.monotonic() - _START:.0f} s; {args.out / 'gpu_check.json'}")
 
 
-def _write(path: Path, argv: Sequence[str], results: Sequence[Result]) -> None:
+def _write(path: Path, origin: Origin, results: Sequence[Result]) -> None:
     content = {
-        "command": " ".join(["python", "benchmarks/gpu_check.py", *argv]),
-        "commit": _commit(),
+        **vars(origin),
         "seconds": time.monotonic() - _START,
         "parts": [
             {
@@ -88,18 +89,6 @@ def _write(path: Path, argv: Sequence[str], results: Sequence[Result]) -> None:
     half = path.with_suffix(".part")
     half.write_text(json.dumps(content, indent=1))
     os.replace(half, path)
-
-
-def _commit() -> str:
-    """The commit; empty where this is no checkout."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,10 @@ from torch import Tensor
 
 import ringcp
 from benchmarks.checks import Rows, compare, results_at, sampled
-from benchmarks.providers import PROVIDERS, Attention, Setting
+from benchmarks.origin import num_cores
+from benchmarks.providers import PROVIDERS, Attention, Provider, Setting
 from benchmarks.suite import BARE
-from benchmarks.usage import Span, Usage, spans, usage_of
+from benchmarks.usage import Batch, Span, Usage, batches, spans, usage_of
 
 METRICS = ("forward+backward", "forward", "backward")
 
@@ -25,7 +25,7 @@ METRICS = ("forward+backward", "forward", "backward")
 # libgomp, 2 cores: 122, 237, 122, 237 ms for 2, 1, 2, 1 threads). But the idle workers spin on, 9 ms of CPU after the
 # last parallel region, before they sleep. The wait policy stays what any user of SDPA has, so that the baseline is
 # theirs; what follows it starts when the spinning is over.
-_SPIN_S = 0.03
+SPIN_S = 0.03
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Entrant:
     """A provider in a mode, in one case, with this rank's tensors; none on a rank that only waits.
 
     companion: what it is there for, of the words in `benchmarks/suite.py`; empty for those that are compared.
+    single_process: as the provider's.
     """
 
     provider: str
@@ -41,6 +42,7 @@ class Entrant:
     tensors: list[Tensor]
     layout: ringcp.Layout | None
     companion: str = ""
+    single_process: bool = False
 
     @property
     def waits(self) -> bool:
@@ -54,34 +56,26 @@ class Entrant:
         *inputs, grad = self.tensors
         return torch.autograd.grad(out, inputs, grad)
 
-    @property
-    def single_process(self) -> bool:
-        return PROVIDERS[self.provider].single_process
-
 
 @dataclass(frozen=True)
 class Transfers(Entrant):
-    """Only bytes, and as many as another entrant sends: one batch of P2P between two ranks in each direction.
+    """Only the messages of another entrant's call: as many, as long, in the same batches and order, nothing else.
 
-    sizes: what this rank sends in forward and in backward, and what it receives.
+    batches: those of forward, and those of backward; their buffers are there before the time starts.
     """
 
-    sizes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    batches: tuple[Sequence[Batch], Sequence[Batch]] = ((), ())
 
     def forward(self) -> Any:
-        self._move(*self.sizes[0])
+        self._move(self.batches[0])
 
     def backward(self, out: Any) -> Any:
-        self._move(*self.sizes[1])
+        self._move(self.batches[1])
 
-    def _move(self, sent: int, received: int) -> None:
-        leaving, coming = torch.zeros(sent, dtype=torch.uint8), torch.empty(received, dtype=torch.uint8)
-        other = 1 - dist.get_rank()
-        ops = [(dist.isend, leaving), (dist.irecv, coming)]
-        device = self.tensors[0].device
-        batch = [dist.P2POp(op, x.to(device), other) for op, x in ops if x.numel()]
-        for work in dist.batch_isend_irecv(batch) if batch else []:
-            work.wait()
+    def _move(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()
 
 
 @dataclass(frozen=True)
@@ -113,67 +107,89 @@ class Breakdown:
         return self.seconds - self.compute_s - self.wait_s
 
 
-class Harness:
-    """The ranks of one launch. Every method is collective."""
+class Refusal(str):
+    """What a provider said that raised NotImplementedError, as one does that cannot compute the case."""
 
-    def __init__(self, device: str, threads: int) -> None:
+
+class Checked(NamedTuple):
+    """One call of a provider against the reference: what is wrong, empty if nothing is, and the seconds of the call on
+    the slowest rank. The last two are the same on every rank.
+    """
+
+    entrant: Entrant
+    problem: str
+    seconds: float
+
+
+class Harness:
+    """The ranks of one launch. Every method is collective.
+
+    providers: those that can be asked for, by name.
+    """
+
+    def __init__(self, device: str, threads: int, providers: Mapping[str, Provider] = PROVIDERS) -> None:
         self.device = device
         self.threads = threads
+        self.providers = providers
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # A group of its own on gloo, whose waiting ranks sleep: 6 ms of CPU in 2 s. NCCL's would spin.
         self._control = dist.new_group(backend="gloo")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.baseline_threads = min(cores, self.world_size * threads)
+        self.baseline_threads = min(num_cores(), self.world_size * threads)
         torch.set_num_threads(threads)
 
     def threads_of(self, provider: str) -> int:
         """Threads of each process that computes."""
-        return self.baseline_threads if PROVIDERS[provider].single_process else self.threads
+        return self.baseline_threads if self.providers[provider].single_process else self.threads
 
     def entrant(self, provider: str, setting: Setting) -> Entrant:
         """Prepares a provider: its function, and this rank's part of the tensors."""
-        if self.rank >= (1 if PROVIDERS[provider].single_process else setting.mesh.size()):
-            return Entrant(provider, setting.mode, _absent, [], None)
-        prepared = PROVIDERS[provider].prepare(setting)
+        single = self.providers[provider].single_process
+        if self.rank >= (1 if single else setting.mesh.size()):
+            return Entrant(provider, setting.mode, _absent, [], None, single_process=single)
+        prepared = self.providers[provider].prepare(setting)
         tensors = setting.case.tensors(self.device)
         if prepared.layout is not None:
             tensors = [prepared.layout.shard(x, self.rank, 2) for x in tensors]
         tensors = [x.requires_grad_(i < 3) for i, x in enumerate(tensors)]
         mode = f"{setting.mode}: {prepared.meant}" if prepared.meant else setting.mode
-        return Entrant(provider, mode, prepared.attention, tensors, prepared.layout)
+        return Entrant(provider, mode, prepared.attention, tensors, prepared.layout, single_process=single)
 
     def admit(self, provider: str, setting: Setting) -> Entrant | str:
         """Prepares a provider, and holds it against the reference: in a small case of this kind, then by rows in the
-        case itself, which is a first call and warms up. Or what is wrong with its out, dq, dk or dv.
+        case itself, which is a first call and warms up. Or what is wrong with its out, dq, dk or dv; or its refusal.
         """
-        problem = self._checked(provider, replace(setting, case=setting.case.small()), by_rows=False)[1]
+        problem = self.checked(provider, replace(setting, case=setting.case.small()), by_rows=False).problem
         if problem:
             return problem
-        entrant, problem = self._checked(provider, setting, by_rows=True)
+        entrant, problem, _ = self.checked(provider, setting, by_rows=True)
         return problem or entrant
 
-    def _checked(self, provider: str, setting: Setting, by_rows: bool) -> tuple[Entrant, str]:
-        """A provider, and what is wrong with one call of it; the latter is the same on every rank."""
+    def checked(self, provider: str, setting: Setting, *, by_rows: bool) -> Checked:
+        """Prepares a provider, and holds one call of it against the reference, in all rows or in some."""
         case = setting.case
         rows = sampled(case) if by_rows else None
         entrant = Entrant(provider, setting.mode, _absent, [], None)
-        found, error = None, ""
+        found, error, seconds = None, "", 0.0
         try:
             entrant = self.entrant(provider, setting)
             if not entrant.waits:
                 with self._cores(entrant):
+                    start = self._now()
                     found = results_at(rows, entrant.attention, entrant.tensors, entrant.layout, self.rank)
+                    seconds = self._now() - start
         except Exception as raised:
-            error = f"rank {self.rank} raised {type(raised).__name__}: {raised}"
-        by_rank: list[tuple[Rows | None, str]] = [(None, "")] * self.world_size
-        dist.all_gather_object(by_rank, (found, error), group=self._control)
-        errors = [error for _, error in by_rank if error]
-        verdict = [errors[0] if errors else ""]
+            kind = Refusal if isinstance(raised, NotImplementedError) else str
+            error = kind(f"rank {self.rank} raised {type(raised).__name__}: {raised}")
+        by_rank: list[tuple[Rows | None, str, float]] = [(None, "", 0.0)] * self.world_size
+        dist.all_gather_object(by_rank, (found, error, seconds), group=self._control)
+        errors = [error for _, error, _ in by_rank if error]
+        # A rank that refuses may leave its peers waiting for it, so their errors count.
+        verdict = [next((e for e in errors if not isinstance(e, Refusal)), errors[0] if errors else "")]
         if self.rank == 0 and not errors:
             with self._all_cores():
-                verdict = [compare(case, rows, [found for found, _ in by_rank if found is not None], self.device)]
+                verdict = [compare(case, rows, [found for found, *_ in by_rank if found is not None], self.device)]
         dist.broadcast_object_list(verdict, src=0, group=self._control)
-        return entrant, verdict[0]
+        return Checked(entrant, verdict[0], max(seconds for *_, seconds in by_rank))
 
     def same(self, value: float) -> float:
         """Rank 0's value, on every rank."""
@@ -203,16 +219,15 @@ class Harness:
         return by_rank
 
     def bare(self, entrant: Entrant) -> Transfers:
-        """The transfers of a call between two ranks, by themselves."""
-        assert self.world_size == 2, "each rank has one other"
-        with ringcp.record() as recorder:
-            self._clock(entrant)
-        sizes = []
-        for direction in ("forward", "backward"):
-            steps = [step for step in recorder.steps if step.direction.startswith(direction)]
-            sizes.append((sum(s.bytes_sent for s in steps), sum(s.bytes_received for s in steps)))
-        name = f"{BARE} {entrant.mode}"
-        return Transfers(entrant.provider, name, _absent, entrant.tensors, None, BARE, (sizes[0], sizes[1]))
+        """The transfers of a call by themselves. Of one that waits for each batch before it posts the next."""
+        with batches() as forward:
+            out = entrant.forward()
+        with batches() as backward:
+            entrant.backward(out)
+        moved = forward, backward
+        return Transfers(
+            entrant.provider, f"{BARE} {entrant.mode}", _absent, entrant.tensors, None, BARE, batches=moved
+        )
 
     def rounds(
         self, entrants: Sequence[Entrant], *, warmup: int, rounds: int, progress: Callable[[], None]
@@ -279,7 +294,7 @@ class Harness:
             yield
         finally:
             torch.set_num_threads(self.threads)
-            time.sleep(_SPIN_S)
+            time.sleep(SPIN_S)
 
     def _clock(self, entrant: Entrant) -> list[float]:
         """Seconds on this rank, in the order of `METRICS`."""

@@ -19,9 +19,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts memo
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.harness import Harness
-from benchmarks.meters import ByTime, quiet_unless
+from benchmarks.measured import Measured
+from benchmarks.meters import ByPlan, Pace, quiet_unless
+from benchmarks.origin import Origin
 from benchmarks.providers import BASELINE, PROVIDERS, Setting
-from benchmarks.report import Measured, Origin, append_csv
+from benchmarks.rows import append_csv
 from benchmarks.runner import Effort, Job, ranks, run_case
 from benchmarks.suite import SUITES, TWO_RANKS, Named
 
@@ -37,7 +39,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--threads", type=int, required=True)
     add("--csv", type=Path, required=True)
     add("--until", type=float, required=True, help="when this launch should be over, in seconds since the epoch")
-    add("--suite-until", type=float, required=True, help="when the suite should be")
+    add("--planned", type=float, nargs="+", required=True, help="seconds that the cases are planned to take")
+    add("--planned-before", type=float, required=True, help="those of this run in earlier launches together")
+    add("--planned-after", type=float, required=True, help="those in later launches together")
+    add("--began", type=float, required=True, help="when this run did, in seconds since the epoch")
     add("--before", type=int, required=True, help="cases of this run in earlier launches")
     add("--of", type=int, required=True, help="cases of this run")
     add("--command", required=True, help="what the user typed; the CSV says it")
@@ -51,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     with ranks(args.threads) as (harness, mesh):
         console = quiet_unless(harness.rank == 0)
         two = DeviceMesh(harness.device, [0, 1]) if harness.world_size > 2 else None
-        meter = ByTime(console, args.suite_until, SUITES[args.suite].seconds)
+        meter = ByPlan(console, Pace(args.began, args.planned_before), args.planned, args.planned_after)
         with meter.progress:
             for i, named in enumerate(suite.cases):
                 meter.start(f"{args.before + i + 1} of {args.of}, {named.name}: ")

@@ -6,6 +6,8 @@ Redrawn between the calls that are timed: a thread that redraws would take a cor
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -52,24 +54,49 @@ class ByWork:
         self._bar.show(done, left_text("about", spent * (self._total - done) / done) if done else "", what)
 
 
-class ByTime:
-    """Time left of what a suite may take; it ends earlier where fewer rounds are wanted than there is time for.
+_PRIOR_S = 60.0
+
+
+@dataclass
+class Pace:
+    """How a run keeps to its plan.
+
+    began: as `time.time()`.
+    done: seconds that what is over was planned to take.
+    """
+
+    began: float
+    done: float
+
+    def left(self, case: float, in_case: float, later: float) -> float:
+        """Seconds until the end, from what the rest is planned to take: the case at hand, which has run for `in_case`
+        seconds, and those after it. As much as it took so far, in units of the plan; that counts for little at first.
+        """
+        spent = time.time() - self.began - in_case
+        factor = (spent + _PRIOR_S) / (self.done + _PRIOR_S)
+        return max(0.0, factor * case - in_case) + factor * later
+
+
+class ByPlan:
+    """Time left from what cases are planned to take, and what those that are over took.
 
     Without a terminal it prints a line a case.
     """
 
-    def __init__(self, console: Console, until: float, seconds: float) -> None:
-        self._bar = _Bar(console, seconds)
+    def __init__(self, console: Console, pace: Pace, planned: Sequence[float], after: float) -> None:
+        self._pace, self._planned, self._after = pace, list(planned), after
+        self._total = pace.done + sum(planned) + after
+        self._bar = _Bar(console, self._total)
         self.progress = self._bar.progress
         self._console = console
-        self._until, self._seconds = until, seconds
-        self._prefix = ""
+        self._prefix, self._case, self._started = "", 0.0, 0.0
 
     def start(self, prefix: str) -> None:
-        """A case begins."""
-        self._prefix = prefix
+        """A case begins, and the one before it is over."""
+        self._pace.done += self._case
+        self._prefix, self._case, self._started = prefix, self._planned.pop(0), time.time()
         if not self._console.is_terminal:
-            self._console.print(f"{prefix}{left_text('at most', self._left())}", markup=False, highlight=False)
+            self._console.print(f"{prefix}{left_text('about', self._left())}", markup=False, highlight=False)
 
     def say(self, what: str) -> None:
         self._show(f"{self._prefix}{what}")
@@ -78,7 +105,8 @@ class ByTime:
         self._show()
 
     def _left(self) -> float:
-        return max(0.0, self._until - time.time())
+        return self._pace.left(self._case, time.time() - self._started, sum(self._planned) + self._after)
 
     def _show(self, what: str | None = None) -> None:
-        self._bar.show(self._seconds - self._left(), left_text("at most", self._left()), what)
+        done = self._pace.done + min(self._case, time.time() - self._started)
+        self._bar.show(done, left_text("about", self._left()), what)

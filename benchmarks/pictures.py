@@ -11,7 +11,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.report import Origin, Quantiles
+from benchmarks.origin import Origin
+from benchmarks.rows import Quantiles
 from benchmarks.suite import BARE, BOTH, OF_SINGLE, PEAK, SENT, Named
 from benchmarks.summary import Key, Results
 from benchmarks.usage import Span
@@ -56,7 +57,7 @@ def speed_by_length(cases: Iterable[Named], results: Results) -> Figure | None:
         title = f"causal, {case.dtype}, {case.heads}/{case.kv_heads} heads, {named.world_size} ranks"
         for mode in named.modes:
             found = results.get(Key("ringcp", named.title, mode))
-            if found is not None and not found.wrong:
+            if found is not None and found.timed:
                 panels.setdefault(title, {}).setdefault(mode, []).append((case.seq_len, found.values[BOTH, OF_SINGLE]))
     several = {title: lines for title, lines in panels.items() if any(len(points) > 1 for points in lines.values())}
     shown = several or panels

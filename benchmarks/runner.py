@@ -15,15 +15,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cases import DTYPES, Case
-from benchmarks.harness import METRICS, Entrant, Harness
+from benchmarks.harness import METRICS, Entrant, Harness, Refusal
+from benchmarks.measured import Measured, Values
 from benchmarks.memory import Layer
 from benchmarks.providers import BASELINE, PROVIDERS, Setting
-from benchmarks.report import Measured, Values, percent_of_baseline
+from benchmarks.rows import percent_of_baseline
 from benchmarks.suite import (
     BARE,
     BOTH,
     DENSE,
     DENSE_LEN,
+    FORWARD_OVER_BARE,
     OF_DENSE,
     OF_FORMULA,
     OF_TWO,
@@ -80,7 +82,7 @@ class Meter(Protocol):
     def say(self, what: str) -> None: ...
 
     def turn(self, count: int = 1) -> None:
-        """An entrant has made its call, or is wrong and will not make so many."""
+        """An entrant has made its call, or is not timed and will not make so many."""
         ...
 
 
@@ -104,7 +106,7 @@ class Job:
 def run_case(harness: Harness, job: Job, effort: Effort, meter: Meter) -> list[Measured]:
     """Checks, counts and times all entrants. Every rank gets the same results."""
     title = f"{job.case.name} W{harness.world_size}"
-    entrants, wrong = _admitted(harness, job, effort, meter, title)
+    entrants, not_timed = _admitted(harness, job, effort, meter, title)
     began = time.time()
     usages = []
     for entrant in entrants:
@@ -130,26 +132,27 @@ def run_case(harness: Harness, job: Job, effort: Effort, meter: Meter) -> list[M
                 timelines=tuple(harness.timeline(entrant)) if effort.drawn and recorded else (),
             )
         )
-    return results + wrong
+    return results + not_timed
 
 
 def _admitted(
     harness: Harness, job: Job, effort: Effort, meter: Meter, title: str
 ) -> tuple[list[Entrant], list[Measured]]:
-    """All that are to be timed, the baseline first; and those that are wrong."""
-    entrants, wrong = [], []
+    """All that are to be timed, the baseline first; and those that are wrong, or refuse the case."""
+    entrants, not_timed = [], []
     for provider, setting in (*job.settings, *job.on_two):
         meter.say(f"{job.case.name}: checking {provider} {setting.mode}")
         admitted = harness.admit(provider, setting)
+        on_two = setting.mesh.size() < harness.world_size
+        suffix = f" {TWO_RANKS}" if on_two else ""
         if isinstance(admitted, Entrant):
-            on_two = setting.mesh.size() < harness.world_size
-            name = f"{admitted.mode} {TWO_RANKS}" if on_two else admitted.mode
-            entrants.append(replace(admitted, mode=name, companion=TWO_RANKS if on_two else ""))
+            entrants.append(replace(admitted, mode=f"{admitted.mode}{suffix}", companion=TWO_RANKS if on_two else ""))
             meter.turn()
         elif provider == BASELINE:
             raise RuntimeError(f"the baseline is wrong, so that nothing can be held against it: {admitted}")
         else:
-            wrong.append(Measured(provider, title, setting.mode, [], [], wrong=admitted))
+            said = {"refused" if isinstance(admitted, Refusal) else "wrong": admitted}
+            not_timed.append(Measured(provider, title, f"{setting.mode}{suffix}", [], [], **said))
             meter.turn(effort.turns)
     if DENSE in job.companions:
         case = replace(job.case, mask="full", seq_len=min(DENSE_LEN, job.case.seq_len))
@@ -157,7 +160,7 @@ def _admitted(
         entrants.append(replace(dense, mode=DENSE, companion=DENSE))
     if BARE in job.companions:
         entrants += [harness.bare(e) for e in entrants if e.provider == "ringcp"]
-    return entrants, wrong
+    return entrants, not_timed
 
 
 def _num_rounds(harness: Harness, effort: Effort, began: float) -> int:
@@ -203,7 +206,8 @@ def _further(harness: Harness, case: Case, entrant: Entrant, usage: Usage, secon
     if on_two := seconds.get((entrant.provider, f"{entrant.mode} {TWO_RANKS}")):
         yield Values(BOTH, OF_TWO, [100 * m[0] / t[0] for t, m in zip(on_two, mine, strict=True)])
     if bare := seconds.get((entrant.provider, f"{BARE} {entrant.mode}")):
-        yield Values(OVER_BARE, "ms", [1e3 * (m[1] - b[1]) for b, m in zip(bare, mine, strict=True)])
+        for i, metric in enumerate((OVER_BARE, FORWARD_OVER_BARE)):
+            yield Values(metric, "ms", [1e3 * (m[i] - b[i]) for b, m in zip(bare, mine, strict=True)])
     passes_blocks = entrant.mode == "ring" and harness.world_size > 2 and case.mask in ("causal", "full")
     if entrant.provider == "ringcp" and passes_blocks:
         yield Values(PEAK, OF_FORMULA, [100 * usage.peak / ring_bytes(case, harness.world_size)])

@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.measured import NOT_TIMED
+from benchmarks.origin import Origin
 from benchmarks.providers import BASELINE, PROVIDERS, meant_by_auto
-from benchmarks.report import Origin, Quantiles
+from benchmarks.rows import Quantiles
 from benchmarks.suite import BOTH, OF_BEST, OF_SINGLE, PEAK, SENT, Bar, Named
 
 
@@ -25,10 +27,15 @@ class Key(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The results of one run: quantiles by metric and unit; or what was wrong."""
+    """The results of one run: quantiles by metric and unit; or what was wrong, or why the case was refused."""
 
     values: dict[tuple[str, str], Quantiles]
     wrong: str = ""
+    refused: str = ""
+
+    @property
+    def timed(self) -> bool:
+        return not self.wrong and not self.refused
 
 
 Results = Mapping[Key, Found]
@@ -44,10 +51,10 @@ def read_results(path: Path, origin: Origin) -> Results:
             if (row["torch"], row["device"], row["commit"]) != (origin.torch, origin.device, origin.commit):
                 continue
             key, metric = Key(row["provider"], row["case"], row["mode"]), (row["metric"], row["unit"])
-            if row["metric"] == "wrong":
-                results[key] = Found({}, row["unit"])
+            if row["metric"] in NOT_TIMED:
+                results[key] = Found({}, **{row["metric"]: row["unit"]})
                 continue
-            if key not in results or results[key].wrong or metric in results[key].values:
+            if key not in results or not results[key].timed or metric in results[key].values:
                 results[key] = Found({})  # a later run begins
             results[key].values[metric] = Quantiles(*(float(row[name]) for name in ("median", "p20", "p80")))
     return results
@@ -76,7 +83,7 @@ def verdicts(named: Named, mode: str, results: Results, device: str) -> list[tup
     found = results[Key("ringcp", named.title, mode)]
     known, auto = dict(found.values), auto_of(named, device)
     others = [results.get(Key("ringcp", named.title, other)) for other in named.modes]
-    times = [other.values[BOTH, "ms"] for other in others if other is not None and not other.wrong]
+    times = [other.values[BOTH, "ms"] for other in others if other is not None and other.timed]
     if (BOTH, "ms") in known:
         known[BOTH, OF_BEST] = Quantiles(*[100 * min(time.median for time in times) / known[BOTH, "ms"].median] * 3)
     bars = [bar for bar in named.bars if bar.holds_for(mode, auto)]
@@ -98,7 +105,7 @@ def print_summary(
     for column in ("ms", "% of one\nprocess", "memory\nMB", "sent\nMB"):
         table.add_column(column, justify="right")
     table.add_column("bars: median (worse quantile) and bar")
-    wrong = []
+    wrong, refused = [], []
     for named in cases:
         head, told = [f"{named.name}\n{named.case.name}", str(named.world_size)], auto_of(named, device)
         for provider, mode in _shown(named, providers):
@@ -112,12 +119,29 @@ def print_summary(
                 wrong.append(f"WRONG {provider} {mode}, {named.name}: {found.wrong}")
                 table.add_row(*cells, "[red]wrong: see below[/]")
                 continue
+            if found.refused:
+                refused.append(f"refused: {provider} {mode}, {named.name}: {found.refused}")
+                table.add_row(*cells, "refused: see below")
+                continue
             bars = verdicts(named, mode, results, device) if provider == "ringcp" else []
             table.add_row(*cells, *_numbers(found), "\n".join(_said(bar, measured) for bar, measured in bars))
+        wrong += _wrong_companions(named, results)
         table.add_section()
     console.print(table)
     for line in wrong:
         console.print(line, style="red", markup=False, highlight=False)
+    for line in refused:
+        console.print(line, markup=False, highlight=False)
+
+
+def _wrong_companions(named: Named, results: Results) -> list[str]:
+    """What has no line of its own in the table, and is wrong."""
+    beside = {key.mode: found for key, found in results.items() if (key.provider, key.case) == ("ringcp", named.title)}
+    return [
+        f"WRONG ringcp {mode}, {named.name}: {found.wrong}"
+        for mode, found in beside.items()
+        if found.wrong and mode not in named.modes
+    ]
 
 
 def _numbers(found: Found) -> list[str]:
@@ -131,7 +155,9 @@ def _numbers(found: Found) -> list[str]:
 
 
 def _said(bar: Bar, measured: Quantiles) -> str:
-    colour, word = ("green", "met") if bar.met(measured.median) else ("red", "missed")
     worse = measured.p80 if bar.at_most else measured.p20
-    of = bar.unit if bar.metric == BOTH else f"{bar.unit}, {bar.metric}"
-    return f"[{colour}]{measured.median:.2f} ({worse:.2f}) {bar} {escape(of)}: {word}[/]"
+    of = escape(bar.unit if bar.metric == BOTH else f"{bar.unit}, {bar.metric}")
+    if bar.value is None:
+        return f"{measured.median:.2f} ({worse:.2f}) {of}"
+    colour, word = ("green", "met") if bar.met(measured.median) else ("red", "missed")
+    return f"[{colour}]{measured.median:.2f} ({worse:.2f}) {bar} {of}: {word}[/]"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -81,6 +83,24 @@ def usage_of(call: Callable[[], Any], device: str) -> Usage:
     with ringcp.record() as recorder, Wire() as wire, peak_memory(device) as peak:
         call()
     return Usage(recorder.bytes_sent or wire.sent, peak.num_bytes)
+
+
+Batch = list[dist.P2POp]
+
+
+@contextmanager
+def batches() -> Iterator[list[Batch]]:
+    """Every batch of P2P that this rank posts in the body, to be posted again: alike, with buffers of its own."""
+    posted: list[Batch] = []
+    post = dist.batch_isend_irecv
+
+    def noted(batch: Batch) -> list[dist.Work]:
+        again = [dist.P2POp(op.op, torch.zeros_like(op.tensor), op.peer, op.group, op.tag) for op in batch]
+        posted.append(again)
+        return post(batch)
+
+    with mock.patch.object(dist, "batch_isend_irecv", noted):
+        yield posted
 
 
 class Span(NamedTuple):

@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 import torch
 
-from benchmarks.parity_reports import reports
+from benchmarks.parity.reports import reports
 from ringcp.testing.pool import World
 
 MAX_LIVE_POOLS = 3
@@ -86,5 +86,7 @@ def pytest_collection_modifyitems(items):
         for mark in item.iter_markers("report"):
             (number,) = mark.args
             if number not in REPORTS:
-                raise pytest.UsageError(f"{item.nodeid}: expected a report of benchmarks/reports.csv, got {number!r}")
+                raise pytest.UsageError(
+                    f"{item.nodeid}: expected a report of benchmarks/parity/reports.csv, got {number!r}"
+                )
             item.user_properties.append(("report raises" if mark.kwargs.get("raises") else "report", number))

@@ -2,9 +2,16 @@
 
 import csv
 import json
+import os
+import platform
+import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +19,26 @@ import torch.distributed as dist
 from rich.console import Console
 
 import ringcp
-from benchmarks import bench, cases, harness, pictures, providers, report, runner, suite, summary, usage
+from benchmarks import (
+    bench,
+    cases,
+    harness,
+    launch,
+    meters,
+    origin,
+    pictures,
+    providers,
+    runner,
+    suite,
+    summary,
+    usage,
+)
+from benchmarks.measured import Measured, Values
+from benchmarks.origin import Origin
+from benchmarks.rows import append_csv
 
-ORIGIN = report.Origin("2.13.0", "a cpu", "abc", "")
+ROOT = Path(__file__).resolve().parents[1]
+ORIGIN = Origin("2.13.0", "a cpu", "abc", "")
 NAMED = suite.Named(
     "a case",
     cases.Case(1024),
@@ -58,24 +82,69 @@ def test_the_suites_hold_what_is_asked_for():
     assert [n.name for n in quick.only(["window", "documents"]).cases] == ["documents", "window"]
 
 
+def test_the_full_suite_varies_one_factor_at_a_time():
+    """Of a case that is itself in it, and one factor away from the first in its turn."""
+    full = {named.name: named for named in suite.FULL}
+    for named in suite.FULL:
+        at, steps = named, 0
+        while at.name != suite.BASES[0]:
+            base, factor = suite.varied(at, suite.FULL)
+            assert base in suite.BASES
+            fields = [
+                field for field in vars(at.case) if getattr(at.case, field) != getattr(full[base].case, field)
+            ] + ["world_size"] * (at.world_size != full[base].world_size)
+            assert len(fields) == 1, (at.name, base, fields)
+            told = {"length": "seq_len", "heads": "kv_heads", "ranks": "world_size"}.get(factor, factor)
+            assert fields == [told]
+            at, steps = full[base], steps + 1
+            assert steps <= 3
+    assert suite.varied(full[suite.BASES[0]], suite.FULL) is None
+    two = suite.Named("two", cases.Case(4096, "fp32"))
+    assert suite.varied(two, suite.FULL) is None, "it differs in two factors from each"
+    # What the issue asks for is there.
+    values = {factor: set() for factor in ("seq_len", "dtype", "mask", "kv_heads")}
+    for named in suite.FULL:
+        for factor, seen in values.items():
+            seen.add(str(getattr(named.case, factor)).partition(":")[0])
+    assert values == {
+        "seq_len": {"2048", "4096", "8192", "16384", "32768"},
+        "dtype": {"fp32", "bf16"},
+        "mask": {"causal", "full", "window", "documents"},
+        "kv_heads": {"8", "2"},
+    }
+
+
+def test_suites_are_planned_within_their_time():
+    for name, seconds in (("quick", 600), ("full", 6000)):
+        measured = suite.SUITES[name]
+        plan = measured.planned()
+        assert set(plan) == {named.name for named in measured.cases}
+        assert sum(plan.values()) <= seconds
+        assert all(plan[n.name] >= n.round_s * (2 + measured.least_rounds) for n in measured.cases)
+    assert plan["causal-32k-bf16"] > 5 * plan["causal-2k-bf16"]
+    longer = replace(measured, least_rounds=50)
+    assert sum(longer.planned().values()) > 6000, "it says what it takes, not what it may take"
+
+
 def test_bars_say_when_they_are_met():
     least, most = suite.Bar("m", "u", 97, ("ring", "auto"), stretch=99), suite.Bar("m", "u", 1, at_most=True)
     assert (least.met(97), least.met(96.9), most.met(1), most.met(1.1)) == (True, False, True, False)
     assert (str(least), str(most)) == (">= 97, stretch 99", "<= 1")
+    assert suite.Bar("m", "u", None).met(5), "it is only shown"
     assert [least.holds_for(mode, "gather") for mode in ("ring", "gather", "ulysses")] == [True, True, False]
     assert most.holds_for("ulysses", "ring")
 
 
 def write(path, mode, values, commit="abc", provider="ringcp"):
     """A run's lines, as the benchmark appends them; a word is what was wrong."""
-    origin = replace(ORIGIN, commit=commit)
+    where = replace(ORIGIN, commit=commit)
     if isinstance(values, str):
-        measured = report.Measured(provider, NAMED.title, mode, [], [], wrong=values)
+        measured = Measured(provider, NAMED.title, mode, [], [], wrong=values)
     else:
         seconds, percents = [[v / 1e3] * 3 for v in values], [[100.0] * 3 for _ in values]
-        more = (report.Values(suite.PEAK, "bytes", [8e6]), report.Values(suite.SENT, "bytes", [2e6]))
-        measured = report.Measured(provider, NAMED.title, mode, seconds, percents, more=more)
-    report.append_csv(path, measured.rows(origin, 1))
+        more = (Values(suite.PEAK, "bytes", [8e6]), Values(suite.SENT, "bytes", [2e6]))
+        measured = Measured(provider, NAMED.title, mode, seconds, percents, more=more)
+    append_csv(path, measured.rows(where, 1))
 
 
 def test_the_latest_run_of_this_commit_counts(tmp_path):
@@ -127,6 +196,26 @@ def test_the_table_says_who_reaches_the_bars(tmp_path):
     with console.capture() as captured:
         summary.print_summary(console, [NAMED], ["ringcp"], summary.read_results(path, ORIGIN), "cpu")
     assert "WRONG ringcp ring, a case: dk: error 1" in captured.get()
+
+
+def test_who_refuses_a_case_is_not_wrong(tmp_path):
+    path = tmp_path / "x.csv"
+    write(path, "single", [5.0], provider="sdpa")
+    write(path, "ring", [5.0])
+    refused = Measured("ringcp", NAMED.title, "ulysses", [], [], refused="heads: 3")
+    append_csv(path, refused.rows(ORIGIN, 1))
+    results = summary.read_results(path, ORIGIN)
+    assert results[summary.Key("ringcp", NAMED.title, "ulysses")] == summary.Found({}, refused="heads: 3")
+    assert summary.missing([NAMED], ["ringcp"], results) == [], "asked again it would refuse again"
+    console = Console(width=200)
+    with console.capture() as captured:
+        summary.print_summary(console, [NAMED], ["ringcp"], results, "cpu")
+    said = captured.get()
+    assert "refused: ringcp ulysses, a case: heads: 3" in said
+    assert "wrong" not in said.lower()
+    assert len(pictures.speed_by_length([NAMED], results).axes[0].lines) == 2, "100 %, and ring"
+    write(path, "ulysses", [4.0])
+    assert summary.read_results(path, ORIGIN)[summary.Key("ringcp", NAMED.title, "ulysses")].timed
 
 
 def test_the_pictures_show_what_the_csv_has(tmp_path):
@@ -186,6 +275,63 @@ def test_there_are_as_many_rounds_as_fit(monkeypatch):
     assert rounds(1000.0) == 41
     assert rounds(100.0) == 3
     assert rounds(None) == 41
+
+
+class Silent:
+    """In place of a meter."""
+
+    def say(self, what):
+        pass
+
+    def turn(self, count=1):
+        pass
+
+
+def beside_two_wrong_ranks(mesh):
+    """A case on four ranks whose companion on two gives a wrong out."""
+    known = providers.PROVIDERS["ringcp"]
+
+    def prepare(setting):
+        prepared = known.prepare(setting)
+        return (
+            replace(prepared, attention=lambda *qkv: 2 * prepared.attention(*qkv))
+            if setting.mesh.size() == 2
+            else prepared
+        )
+
+    named = suite.Named("a case", cases.Case(64), 4, ("ring",), companions=(suite.TWO_RANKS,))
+    providers.PROVIDERS["ringcp"] = replace(known, prepare=prepare)
+    try:
+        two = dist.device_mesh.DeviceMesh("cpu", [0, 1])
+        job = launch.job_of(named, ["ringcp"], mesh, two)
+        return runner.run_case(harness.Harness("cpu", torch.get_num_threads()), job, runner.Effort(1), Silent())
+    finally:
+        providers.PROVIDERS["ringcp"] = known
+
+
+def test_a_file_with_other_columns_is_refused_before_anything_runs(launches, tmp_path, capsys):
+    (tmp_path / "quick.csv").write_text("a,b\n")
+    assert bench.main(["--only", "window", "--out", str(tmp_path)]) == 2
+    assert "--out: csv: expected" in capsys.readouterr().out
+    assert launches == []
+
+
+def test_a_wrong_companion_leaves_the_numbers_of_the_mode_it_stands_by(worlds, tmp_path):
+    measured, *_ = worlds(4).run(beside_two_wrong_ranks)
+    path, title = tmp_path / "x.csv", measured[0].case
+    for result in measured:
+        append_csv(path, result.rows(ORIGIN, 1))
+    results = summary.read_results(path, ORIGIN)
+    ring, companion = (results[summary.Key("ringcp", title, mode)] for mode in ("ring", "ring on 2 ranks"))
+    assert ring.wrong == ""
+    assert ring.values[suite.BOTH, "ms"].median > 0
+    assert (suite.BOTH, suite.OF_TWO) not in ring.values, "there is nothing to hold it against"
+    assert companion.wrong.startswith("out: error")
+    console = Console(width=200)
+    named = suite.Named("a case", cases.Case(64), 4, ("ring",))
+    with console.capture() as captured:
+        summary.print_summary(console, [named], ["ringcp"], results, "cpu")
+    assert "WRONG ringcp ring on 2 ranks, a case: out: error" in captured.get()
 
 
 def sent_bytes(mesh):
@@ -249,19 +395,65 @@ def test_a_ring_takes_the_memory_of_its_formula(worlds, dtype, over):
         assert most.sent == told.bytes_sent[mode].forward + told.bytes_sent[mode].backward
 
 
+class Posted:
+    """The batches of `torch.distributed.batch_isend_irecv`, as they are posted."""
+
+    def __init__(self, monkeypatch):
+        self.batches = []
+        post = dist.batch_isend_irecv
+
+        def noted(batch):
+            self.batches.append([(op.op.__name__, op.peer, op.tensor.nbytes) for op in batch])
+            return post(batch)
+
+        monkeypatch.setattr(dist, "batch_isend_irecv", noted)
+
+    def by(self, call):
+        self.batches.clear()
+        call()
+        return list(self.batches)
+
+
 def bare_transfers(mesh):
     h = harness.Harness("cpu", torch.get_num_threads())
     entrant = h.entrant("ringcp", providers.Setting(cases.Case(64), mesh, "ring", "auto", "call"))
     bare = h.bare(entrant)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        posted = Posted(monkeypatch)
+        calls = [[posted.by(e.forward), posted.by(lambda e=e: e.backward(e.forward()))] for e in (entrant, bare)]
     with usage.Wire() as wire:
         bare.backward(bare.forward())
     h.rounds([entrant, bare], warmup=0, rounds=1, progress=lambda: None)
-    return wire.sent, h.usage(entrant).sent
+    return calls, wire.sent, h.usage(entrant).sent
 
 
-def test_bare_transfers_move_what_a_call_moves(worlds):
+def test_bare_transfers_are_the_messages_of_a_call(worlds):
+    """Of forward and of backward: as many, as long, in the same batches."""
     by_rank = worlds(2).run(bare_transfers)
-    assert max(wire for wire, _ in by_rank) == by_rank[0][1] > 0
+    for (call, bare), _, _ in by_rank:
+        assert call == bare
+        forward, both = call
+        assert len(both) > len(forward) > 0
+    assert max(wire for _, wire, _ in by_rank) == by_rank[0][2] > 0
+
+
+class AsMeasured:
+    """In place of a harness: two ranks, on a CPU."""
+
+    world_size, device = 2, "cpu"
+
+
+def test_what_a_call_takes_beyond_its_transfers():
+    """Forward plus backward, and forward alone, round by round."""
+    entrant = harness.Entrant("ringcp", "ring", None, [], None)
+    seconds = {
+        ("ringcp", "ring"): [[0.009, 0.004, 0.005], [0.090, 0.040, 0.050]],
+        ("ringcp", f"{suite.BARE} ring"): [[0.002, 0.001, 0.001], [0.080, 0.030, 0.050]],
+    }
+    found = runner._further(AsMeasured(), cases.Case(64), entrant, usage.Usage(0.0, 0.0), seconds)
+    over = {metric: values for metric, unit, values in found if unit == "ms"}
+    assert over[suite.OVER_BARE] == pytest.approx([7, 10])
+    assert over[suite.FORWARD_OVER_BARE] == pytest.approx([3, 10])
 
 
 @pytest.mark.parametrize(
@@ -279,7 +471,13 @@ def test_bad_options_are_refused_by_name(options, message, capsys):
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def seconds():
+    """How long the launches may take."""
+    return []
+
+
+@pytest.fixture
+def launches(monkeypatch, seconds):
     """What would be launched; each launch appends what the cases want."""
     seen = []
 
@@ -287,9 +485,10 @@ def launches(monkeypatch):
         option = {word: words[words.index(word) + 1 :] for word in words if word.startswith("--")}
         names = option["--case"][: option["--case"].index("--provider")]
         seen.append((next(word for word in words if word.startswith("--nproc")), names))
-        return subprocess.CompletedProcess(words, 1 if "latency" in names else 0)
+        seconds.append(float(option["--until"][0]) - time.time())
+        return 1 if "latency" in names else 0
 
-    monkeypatch.setattr(bench.subprocess, "run", launch)
+    monkeypatch.setattr(bench.child, "run", launch)
     monkeypatch.setattr(bench.Origin, "of", classmethod(lambda cls, device, command: ORIGIN))
     return seen
 
@@ -302,27 +501,119 @@ def test_a_launch_for_each_number_of_ranks_and_a_failed_one_is_said(launches, tm
     assert bench.main(["--only", "window", "--out", str(tmp_path)]) == 0
 
 
-def test_a_suite_resumes(launches, tmp_path, capsys):
+def test_the_list_says_what_a_case_varies(capsys):
+    assert bench.main(["--suite", "full", "--list", "--only", "causal-8k-bf16-w1", "causal-8k-bf16"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split() == ["causal-8k-bf16", "causal", "bf16", "B1", "H8", "D64", "S8192", "W2"]
+    assert second.endswith("W1                ranks of causal-8k-bf16 varied")
+
+
+def test_a_suite_resumes(launches, seconds, tmp_path, capsys):
     """What the CSV has of this commit is passed over, and said to be; also there, `--again` measures it again."""
-    path, only = tmp_path / "full.csv", ["--only", "causal-8k-bf16-w1", "causal-4k-fp32"]
+    path, only = tmp_path / "full.csv", ["--only", "causal-8k-bf16-w1", "causal-4k-bf16"]
     named = next(named for named in suite.SUITES["full"].cases if named.name == "causal-8k-bf16-w1")
     for provider, mode in (("sdpa", "single"), ("ringcp", "ring")):
-        measured = report.Measured(provider, named.title, mode, [[1.0] * 3], [[100.0] * 3])
-        report.append_csv(path, measured.rows(ORIGIN, 1))
+        measured = Measured(provider, named.title, mode, [[1.0] * 3], [[100.0] * 3])
+        append_csv(path, measured.rows(ORIGIN, 1))
     before = path.read_text()
     assert bench.main(["--suite", "full", *only, "--out", str(tmp_path)]) == 0
-    assert launches == [("--nproc-per-node=2", ["causal-4k-fp32"])]
+    assert launches == [("--nproc-per-node=2", ["causal-4k-bf16"])]
     said = " ".join(capsys.readouterr().out.split())
     assert "has them of commit abc, passed over: causal-8k-bf16-w1 (--again: not so)" in said
     assert path.read_text() == before
+    # Of its time it has what the case that is there leaves.
+    planned = suite.SUITES["full"].only(only[1:]).planned()
+    assert seconds == pytest.approx([suite.SUITES["full"].seconds - planned["causal-8k-bf16-w1"]], abs=5)
     bench.main(["--suite", "full", "--again", *only, "--out", str(tmp_path)])
-    assert launches[1:] == [("--nproc-per-node=1", ["causal-8k-bf16-w1"]), ("--nproc-per-node=2", ["causal-4k-fp32"])]
+    assert launches[1:] == [("--nproc-per-node=1", ["causal-8k-bf16-w1"]), ("--nproc-per-node=2", ["causal-4k-bf16"])]
 
 
-def test_a_wrong_ringcp_is_a_failure(launches, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (["--only", "latency", "window", "documents"], "--suite quick --only documents"),
+        (["--suite", "full", "--only", "window", "documents"], "--suite full --only window documents"),
+        (["--suite", "full", "--only", "window", "documents", "--again"], "--suite full --only documents"),
+    ],
+)
+def test_an_interrupted_run_shows_what_is_there_and_says_how_to_go_on(
+    launches, monkeypatch, tmp_path, capsys, options, left
+):
+    def interrupted(words, **kwargs):
+        path = tmp_path / f"{options[1] if '--suite' in options else 'quick'}.csv"
+        for named in (suite.QUICK[0], next(named for named in suite.FULL if named.name == "window")):
+            for provider, mode in (("sdpa", "single"), *named.entrants(["ringcp"])):
+                measured = Measured(provider, named.title, mode, [[1.0] * 3], [[100.0] * 3])
+                append_csv(path, measured.rows(ORIGIN, 1))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.child, "run", interrupted)
+    assert bench.main([*options, "--out", str(tmp_path)]) == 130
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.endswith(f"stopped; to go on: python benchmarks/bench.py {left} --out {tmp_path}")
+    assert "1000.0 (1000.0 – 1000.0)" in said, "the table"
+    assert f"appended to: {tmp_path}" in said
+
+
+CHILD = """
+import sys, time
+print("said", file=sys.stderr, flush=True)
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    raise ValueError("what nobody wants to read")
+"""
+
+
+def test_a_child_that_is_interrupted_is_silent_and_ends():
+    """As by Ctrl-C, which every process of the terminal gets."""
+    code = f"""
+import sys
+from pathlib import Path
+from benchmarks import child
+try:
+    child.run([sys.executable, "-c", {CHILD!r}], cwd=Path(), env={{}})
+except KeyboardInterrupt:
+    print("interrupted")
+sys.exit(child.run([sys.executable, "-c", "import sys; sys.exit('loud')"], cwd=Path(), env={{}}))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert out == "interrupted\n"
+    assert error.splitlines() == ["said", "loud"]
+    assert process.returncode == 1
+
+
+def test_time_left_is_that_of_the_plan_at_the_pace_so_far(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(meters.time, "time", lambda: now[0])
+    pace = meters.Pace(began=1000.0, done=0.0)
+    meter = meters.ByPlan(Console(quiet=True), pace, [100.0, 200.0], after=300.0)
+    meter.start("")
+    assert meter._left() == 600
+    now[0] += 40
+    assert meter._left() == 560
+    now[0] += 220  # it took 260 s, not 100
+    meter.start("")
+    assert meter._left() == pytest.approx(500 * (260 + 60) / (100 + 60))
+    now[0] += 1000
+    assert meter._left() == pytest.approx(300 * 2), "the case at hand is overdue"
+
+
+def test_a_ringcp_that_is_wrong_or_refuses_is_a_failure(launches, tmp_path):
     named = next(named for named in suite.QUICK if named.name == "window")
-    wrong = report.Measured("ringcp", named.title, "ring", [], [], wrong="dk: error 1")
-    report.append_csv(tmp_path / "quick.csv", wrong.rows(ORIGIN, 1))
+    wrong = Measured("ringcp", named.title, "ring", [], [], wrong="dk: error 1")
+    append_csv(tmp_path / "quick.csv", wrong.rows(ORIGIN, 1))
+    assert bench.main(["--only", "window", "--out", str(tmp_path)]) == 1
+    refused = Measured("ringcp", named.title, "ring", [], [], refused="mask: 1")
+    append_csv(tmp_path / "quick.csv", refused.rows(ORIGIN, 1))
     assert bench.main(["--only", "window", "--out", str(tmp_path)]) == 1
 
 
@@ -330,7 +621,7 @@ def test_results_do_not_make_a_tree_another(tmp_path, monkeypatch):
     """Else a run that appends to a file of the repository would no longer be of its commit."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
-    monkeypatch.setattr(report, "_ROOT", tmp_path)
+    monkeypatch.setattr(origin, "_ROOT", tmp_path)
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     result, code = tmp_path / "benchmarks" / "results" / "x.csv", tmp_path / "benchmarks" / "x.py"
     result.write_text("a\n")
@@ -338,18 +629,21 @@ def test_results_do_not_make_a_tree_another(tmp_path, monkeypatch):
     identity = ["-c", "user.name=n", "-c", "user.email=e"]
     for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "m"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    clean = report._commit()
+    clean = origin.commit()
     result.write_text("b\n")
-    assert report._commit() == clean
+    assert origin.commit() == clean
     code.write_text("b\n")
-    assert report._commit() == f"{clean}+"
+    assert origin.commit() == f"{clean}+"
 
 
 def test_the_csv_has_the_columns_that_were_asked_for(tmp_path):
     write(tmp_path / "x.csv", "ring", [1.0])
-    with (tmp_path / "x.csv").open(newline="") as file:
-        header = next(csv.reader(file))
+    header, row, *_ = csv.reader((tmp_path / "x.csv").read_text().splitlines())
     assert header == [
-        "provider", "case", "mode", "metric", "unit", "median", "p20", "p80", "torch", "device", "threads", "commit",
-        "command",
+        "provider", "case", "mode", "metric", "unit", "median", "p20", "p80", "rounds", "torch", "python", "device",
+        "cores", "threads", "commit", "date", "command",
     ]  # fmt: skip
+    row = dict(zip(header, row, strict=True))
+    assert (row["rounds"], row["python"]) == ("1", platform.python_version())
+    assert int(row["cores"]) == origin.num_cores()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\dZ", row["date"])

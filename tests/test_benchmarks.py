@@ -4,6 +4,7 @@ import csv
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 
 import ringcp
 from benchmarks import attention as runner
-from benchmarks import cases, checks, harness, providers, report
+from benchmarks import cases, checks, harness, providers
+from benchmarks.measured import Measured
+from benchmarks.origin import Origin
+from benchmarks.rows import Quantiles, Row, append_csv, percent_of_baseline, quantiles
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,7 +40,7 @@ def read(path):
 
 def test_the_command_of_the_docstring_prints_a_table_and_appends_to_the_csv(tmp_path):
     path = tmp_path / "results.csv"
-    path.write_text(",".join(report.Row.__dataclass_fields__) + "\nan,earlier,line\n")
+    path.write_text(",".join(Row.__dataclass_fields__) + "\nan,earlier,line\n")
     out = launch("--smoke", "--breakdown", "--mode", "ring", "--mask", "causal", "window:48", "--csv", str(path))
 
     assert "wrong" not in out.lower()
@@ -63,20 +67,20 @@ def test_the_command_of_the_docstring_prints_a_table_and_appends_to_the_csv(tmp_
 
 
 def test_quantiles_interpolate():
-    assert report.quantiles([3.0]) == report.Quantiles(3.0, 3.0, 3.0)
-    q = report.quantiles([5.0, 1.0, 2.0, 4.0, 3.0, 0.0])
+    assert quantiles([3.0]) == Quantiles(3.0, 3.0, 3.0)
+    q = quantiles([5.0, 1.0, 2.0, 4.0, 3.0, 0.0])
     assert (q.median, q.p20, q.p80) == pytest.approx((2.5, 1.0, 4.0))
     with pytest.raises(ValueError, match="expected at least one, got none"):
-        report.quantiles([])
+        quantiles([])
 
 
 def test_percentages_pair_the_rounds():
     # The machine is ten times slower in the second round; both feel it, and the ratio does not.
-    percents = report.percent_of_baseline([1.0, 10.0, 1.0], [1.25, 12.5, 1.25])
+    percents = percent_of_baseline([1.0, 10.0, 1.0], [1.25, 12.5, 1.25])
     assert percents == pytest.approx([80.0, 80.0, 80.0])
-    assert report.percent_of_baseline([1.0], [0.5], devices=2) == pytest.approx([100.0])
+    assert percent_of_baseline([1.0], [0.5], devices=2) == pytest.approx([100.0])
     with pytest.raises(ValueError, match="expected 1 rounds, as the baseline has, got 2"):
-        report.percent_of_baseline([1.0], [1.0, 2.0])
+        percent_of_baseline([1.0], [1.0, 2.0])
 
 
 def test_rounds_alternate_the_order_and_leave_out_the_warm_up():
@@ -100,36 +104,51 @@ def own_shard_only(setting):
     return providers.Prepared(torch.nn.functional.scaled_dot_product_attention, layout)
 
 
-def raises_on_rank_1(setting):
+def raises_on_rank_1(setting, error):
     def attention(q, k, v):
         if setting.mesh.get_local_rank() == 1:
-            raise NotImplementedError("no causal mask")
+            raise error
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
     return providers.Prepared(attention, ringcp.Contiguous(setting.case.seq_len, setting.mesh.size()))
 
 
+def refuses_and_raises(setting):
+    """As a rank does that waits for one that refuses."""
+    if setting.mesh.get_local_rank() == 1:
+        raise ConnectionError("the peer is gone")
+    raise NotImplementedError("mask: not causal")
+
+
 def verdicts(mesh):
-    strangers = {"own shard": own_shard_only, "raises": raises_on_rank_1}
+    strangers = {
+        "own shard": own_shard_only,
+        "raises": partial(raises_on_rank_1, error=ValueError("no causal mask")),
+        "refuses": partial(raises_on_rank_1, error=NotImplementedError("mask: not causal")),
+        "both": refuses_and_raises,
+    }
     known = dict(providers.PROVIDERS)
     providers.PROVIDERS.update({name: providers.Provider(prepare, ("ring",)) for name, prepare in strangers.items()})
     try:
         setting = providers.Setting(cases.Case(512, heads=2, kv_heads=2), mesh, "ring", "auto", "call")
         h = harness.Harness("cpu", torch.get_num_threads())
         admitted = [h.admit(name, setting) for name in ("ringcp", *strangers, "ringcp")]
-        return [answer if isinstance(answer, str) else "" for answer in admitted]
+        return [(answer, isinstance(answer, harness.Refusal)) if isinstance(answer, str) else "" for answer in admitted]
     finally:
         providers.PROVIDERS.clear()
         providers.PROVIDERS.update(known)
 
 
-def test_every_rank_learns_that_a_provider_is_wrong(worlds):
+def test_every_rank_learns_that_a_provider_is_wrong_or_refuses(worlds):
     first, second = worlds(2).run(verdicts)
     assert first == second
-    right, wrong, raised, right_again = first
+    right, wrong, raised, refused, both, right_again = first
     assert (right, right_again) == ("", "")
-    assert wrong.startswith("out: error")
-    assert raised == "rank 1 raised NotImplementedError: no causal mask"
+    assert wrong[0].startswith("out: error")
+    assert not wrong[1]
+    assert raised == ("rank 1 raised ValueError: no causal mask", False)
+    assert refused == ("rank 1 raised NotImplementedError: mask: not causal", True)
+    assert both == ("rank 1 raised ConnectionError: the peer is gone", False)
 
 
 def in_every_mode(mesh):
@@ -201,19 +220,21 @@ def test_sampled_rows_see_what_a_block_of_keys_misses():
     assert checks.compare(case, rows, [wrong], "cpu").startswith("dk: error")
 
 
-def test_a_wrong_provider_is_one_line_with_the_reason(tmp_path):
-    origin = report.Origin("2.13.0", "a cpu", "abc", "torchrun")
-    wrong = report.Measured("peer", "causal", "ring", [], [], wrong="dk: error 1\n at (0, 1)")
-    report.append_csv(tmp_path / "x.csv", wrong.rows(origin, 1))
-    (row,) = read(tmp_path / "x.csv")
-    assert (row["metric"], row["unit"], row["median"]) == ("wrong", "dk: error 1 at (0, 1)", "")
+def test_a_provider_that_is_not_timed_is_one_line_with_the_reason(tmp_path):
+    origin = Origin("2.13.0", "a cpu", "abc", "torchrun")
+    wrong = Measured("peer", "causal", "ring", [], [], wrong="dk: error 1\n at (0, 1)")
+    append_csv(tmp_path / "x.csv", wrong.rows(origin, 1))
+    refused = Measured("peer", "window", "ring", [], [], refused="window: not here")
+    append_csv(tmp_path / "x.csv", refused.rows(origin, 1))
+    lines = [(row["metric"], row["unit"], row["median"]) for row in read(tmp_path / "x.csv")]
+    assert lines == [("wrong", "dk: error 1 at (0, 1)", ""), ("refused", "window: not here", "")]
 
 
 def test_a_csv_of_other_columns_is_refused(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="give another file name"):
-        report.append_csv(path, [])
+        append_csv(path, [])
     assert path.read_text() == "a,b\n1,2\n"
 
 

@@ -17,20 +17,21 @@ from kernel_standins import cudnn_forward, efficient_forward, flash_forward
 import ringcp
 from benchmarks import gpu_check
 from benchmarks.gpu import (
-    bench,
     clock,
     exactness,
     facts,
     functions,
     machine,
     one_rank,
+    part,
     peaks,
     plan,
     runner,
     speed,
     table,
 )
-from benchmarks.gpu.bench import Bench, Found, Orders, Row, Skipped
+from benchmarks.gpu.part import Bench, Found, Orders, Row, Skipped
+from benchmarks.origin import commit
 from ringcp.kernels.registry import KERNELS
 from ringcp.kernels.sdpa_cudnn import SdpaCudnn
 from ringcp.kernels.sdpa_efficient import SdpaEfficient
@@ -139,7 +140,7 @@ def test_a_process_that_nobody_ends_ends_itself():
     ours, theirs = context.Pipe(duplex=False)
     now = time.monotonic()
     process = context.Process(
-        target=bench.serve, args=(theirs, Orders("cpu", True, 0, now + LONG, now, ""), hanging, ())
+        target=part.serve, args=(theirs, Orders("cpu", True, 0, now + LONG, now, ""), hanging, ())
     )
     process.start()
     process.join(60.0)
@@ -372,7 +373,7 @@ def test_a_lost_gpu_ends_the_part(monkeypatch):
     )
     on_cuda.check("an error, and the GPU is there", raises(RuntimeError("out of memory")))
     monkeypatch.setattr(torch.cuda, "synchronize", raises(RuntimeError("illegal memory access")))
-    with pytest.raises(bench.DeviceLost, match="illegal memory access"):
+    with pytest.raises(part.DeviceLost, match="illegal memory access"):
         on_cuda.check("the kernel", lambda: Found({}))
     assert rows[-1].status == "error"
 
@@ -445,3 +446,4 @@ def test_the_command_needs_torch_and_einops_alone(parts, tmp_path):
     for kernel in ("sdpa_flash_cpu", "reference") if parts == "a" else ():
         assert rows[f"a {kernel}", "ring bf16"]["values"]["right"] == len(exactness.CASES)
     assert written["command"].startswith("python benchmarks/gpu_check.py --device cpu --smoke")
+    assert written["commit"] == commit(), "with + where the tree differs"

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.parity_cells import MASKS, Cell, in_one_process, one_kernel, reference
-from benchmarks.parity_errors import ATTENTION, ONE_KERNEL, QUANTITIES, Error, above_bar, compared
-from benchmarks.parity_page import Parity, markdown
-from benchmarks.parity_probe import Answer, Count, Question, reachable
-from benchmarks.parity_reports import Report, Run, read_runs, reports, verdict
+from benchmarks.origin import Origin, commit
+from benchmarks.parity.cells import MASKS, Cell, in_one_process, one_kernel, reference
+from benchmarks.parity.errors import ATTENTION, ONE_KERNEL, QUANTITIES, Error, above_bar, compared
+from benchmarks.parity.page import Parity, markdown
+from benchmarks.parity.probe import Answer, Count, Question, reachable
+from benchmarks.parity.reports import Report, Run, read_runs, reports, verdict
 from ringcp import Causal, Documents, Full, Window
 
+ORIGIN = Origin("2.13.0", "a cpu", "abc", "python")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -33,7 +35,10 @@ def test_a_small_run(tmp_path):
     want |= {(ONE_KERNEL, 1, "torch")} | {(mode, 8, "one process") for mode in modes[4]}
     assert found == dict.fromkeys(want, len(QUANTITIES))
     assert all(float(r["max_abs"]) < 1e-13 for r in rows)
+    assert {(r["torch"], r["command"]) for r in rows} == {(torch.__version__, "python -m benchmarks.parity --smoke")}
+    assert {r["commit"] for r in rows} == {commit()}
     page = (tmp_path / "parity.md").read_text()
+    assert f"Written by `python -m benchmarks.parity --smoke` at commit {commit() or 'unknown'}, " in page
     assert "All is as it must be." in page
     for mode in ("ring", "gather", "ulysses", "usp"):
         cells = " | ".join(["33 of 33"] * 4)
@@ -110,7 +115,7 @@ def test_what_a_token_can_change(token, mask, queries, keys):
 def parity(answers=(), runs=()):
     kernel = [error(mode=ONE_KERNEL, ranks=1, quantity=q) for q in QUANTITIES]
     errors = kernel + [error(quantity=q) for q in QUANTITIES]
-    return Parity(errors, list(answers), [Report("1.1", "a/b#2, c/d#3", "a | b")], {"1.1": list(runs)}, "", "")
+    return Parity(errors, list(answers), [Report("1.1", "a/b#2, c/d#3", "a | b")], {"1.1": list(runs)}, "", ORIGIN)
 
 
 def answer(elsewhere, *, control):

@@ -30,7 +30,7 @@ RUN_ELSEWHERE = {
     "python benchmarks/gpu_check.py": "tests/test_gpu_check.py",
     "torchrun --standalone --nproc-per-node=2 examples/train.py": "tests/test_train_example.py",
     "torchrun --standalone --nproc-per-node=2 benchmarks/attention.py": "tests/test_benchmarks.py",
-    "python benchmarks/training.py": "tests/test_training_benchmark.py",
+    "python -m benchmarks.training": "tests/test_training_benchmark.py",
     "make bench-training": "tests/test_training_benchmark.py",
 }
 ONE_NODE = "torchrun --standalone --nproc-per-node=2 examples/"

@@ -1,4 +1,4 @@
-"""Public reports that no other file replays: see benchmarks/reports.csv."""
+"""Public reports that no other file replays: see benchmarks/parity/reports.csv."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from cases import assert_none, differences
 from torch import Tensor, nn
 
 import ringcp
-from benchmarks.parity_cells import IGNORED, Decoder
+from benchmarks.parity.cells import IGNORED, Decoder
 from ringcp import Causal, Documents, Padding, Window
 from ringcp.testing import in_process, reference_attention
 

@@ -5,24 +5,29 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import report, training, training_ranks, training_report
+from benchmarks.origin import Origin
 from benchmarks.peak_memory import peak_memory
-from benchmarks.training_ranks import ROUNDED, SINGLE, Curve, Plan, Timed
+from benchmarks.rows import Row, append_csv
+from benchmarks.training import __main__ as training
+from benchmarks.training import ranks as training_ranks
+from benchmarks.training import report as training_report
+from benchmarks.training.ranks import ROUNDED, SINGLE, Curve, Plan, Timed
 from examples.model import Decoder
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_one_command_measures_draws_and_appends(tmp_path):
-    path = tmp_path / "new" / "training.csv"
-    options = ["--smoke", "--mode", "ring", "usp", "--csv", str(path)]
+    path = tmp_path / "new" / "training-smoke.csv"
+    options = ["--smoke", "--mode", "ring", "usp", "--out", str(path.parent)]
     done = subprocess.run(
-        [sys.executable, "benchmarks/training.py", *options],
+        [sys.executable, "-m", "benchmarks.training", *options],
         cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=110,
         check=False,
     )  # fmt: skip
@@ -36,7 +41,7 @@ def test_one_command_measures_draws_and_appends(tmp_path):
         assert said in done.stdout
     assert "wrong" not in done.stdout
     for name in ("speed", "curves"):
-        assert path.with_name(f"training-{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert path.with_name(f"training-smoke-{name}.png").read_bytes().startswith(b"\x89PNG")
 
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -49,7 +54,16 @@ def test_one_command_measures_draws_and_appends(tmp_path):
     trained = [(r["mode"], r["case"][-11:]) for r in rows if (r["metric"], r["unit"]) == ("loss", "last")]
     one, two, four = "W1, 3 steps", "W2, 3 steps", "W4, 3 steps"
     assert trained == [(SINGLE, one), (ROUNDED, one), ("ring", two), ("ring", four), ("usp", four)]
-    assert all(r["command"].startswith("python benchmarks/training.py --smoke --mode ring usp") for r in rows)
+    with path.with_name("training-smoke-curves.csv").open(newline="") as file:
+        steps = list(csv.DictReader(file))
+    drawn = [(mode, case, step) for mode, case in trained for step in ("1", "2", "3")]
+    assert [(r["mode"], r["case"][-11:], r["step"]) for r in steps] == drawn
+    last = {(r["mode"], r["case"]): float(r["median"]) for r in rows if (r["metric"], r["unit"]) == ("loss", "last")}
+    for r in steps:
+        assert float(r["gradient_norm"]) > 0
+        if r["step"] == "3":
+            assert float(r["loss"]) == pytest.approx(last[r["mode"], r["case"]], rel=1e-5)
+    assert all(r["command"].startswith("python -m benchmarks.training --smoke --mode ring usp") for r in rows)
 
 
 def measured(mesh, modes, seq_len):
@@ -148,7 +162,7 @@ def timed(mode, seconds, peak_bytes=100):
 
 
 PLAN = Plan("cpu", 2, 1, 2, (SINGLE, "ring"), (512,), 2, (SINGLE, "ring"), 512, 4)
-ORIGIN = report.Origin("2.13.0", "a cpu", "abc", "python")
+ORIGIN = Origin("2.13.0", "a cpu", "abc", "python")
 
 
 def test_speed_is_compared_round_by_round():
@@ -160,6 +174,22 @@ def test_speed_is_compared_round_by_round():
     assert found["ring", "training", "tokens/s"].median == pytest.approx((256 + 25.6) / 2)
     assert found["ring", "peak memory", "bytes"].median == 60
     assert {(r.mode, r.threads) for r in rows} == {(SINGLE, 2), ("ring", 1)}
+
+
+def test_each_step_of_a_curve_is_kept(tmp_path):
+    """As exactly as it was measured: a picture can be drawn from the file."""
+    curve = Curve(2, "ring", [4.0, 1 / 3, 2e-7, 1.0], [0.1, math.pi, 5.0, 6.0])
+    path = tmp_path / "curves.csv"
+    append_csv(path, training_report.steps(curve, PLAN, ORIGIN), training_report.Step)
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [r["step"] for r in rows] == ["1", "2", "3", "4"]
+    assert [float(r["loss"]) for r in rows] == curve.losses
+    assert [float(r["gradient_norm"]) for r in rows] == curve.norms
+    who = {(r["provider"], r["mode"], r["case"], r["threads"], r["commit"]) for r in rows}
+    assert who == {("ringcp", "ring", "decoder fp32 B1 S512 W2, 4 steps", "1", "abc")}
+    origin_of_rows = [field.name for field in fields(Row)][-8:]
+    assert [field.name for field in fields(training_report.Step)][-8:] == origin_of_rows
 
 
 def test_differences_of_curves():
@@ -183,12 +213,12 @@ def test_a_wrong_curve_is_said_to_be_wrong(loss, norm):
     assert "wrong: expected the first 3 losses" in training_report.curve_line(wrong, single)
 
 
-def test_wrong_curves_end_in_an_error(monkeypatch):
-    curves = [Curve(1, SINGLE, [4.0], [1.0]), Curve(2, "ring", [4.0], [0.5])]
+def test_wrong_curves_end_in_an_error(monkeypatch, tmp_path):
+    curves = [Curve(1, SINGLE, [4.0], [1.0]), Curve(2, "ring", [4.1], [0.5])]
     monkeypatch.setattr(training, "launch", lambda plan: (curve for curve in curves))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="expected curves like that of one process"):
-        training.main(["--smoke", "--ranks", "2", "--part", "curves"])
+        training.main(["--smoke", "--ranks", "2", "--part", "curves", "--out", str(tmp_path)])
 
 
 def test_plans():
@@ -200,8 +230,8 @@ def test_plans():
     assert set(two.curves) == {SINGLE, ROUNDED, "ring", "gather", "ulysses"}
     assert set(four.curves) == {"ring", "gather", "ulysses", "usp"}
     assert (two.together, four.together) == (2, 2), "no more threads than cores"
-    assert args.csv == ROOT / "benchmarks" / "results" / "training.csv"
-    assert training.parse(["--smoke"]).csv is None
+    assert args.csv == Path("build/training/training.csv")
+    assert training.parse(["--smoke", "--out", "x"]).csv == Path("x/training-smoke.csv")
     only_speed, _ = training.plans(training.parse(["--part", "speed"]), "cpu", cores=2)
     assert only_speed.lengths
     assert not only_speed.curves

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringcp
-from benchmarks.gpu.bench import Bench, Found, deterministic
 from benchmarks.gpu.exactness import CASES, graded, tensors
+from benchmarks.gpu.part import Bench, Found, deterministic
 
 MASKS = (ringcp.Causal(), ringcp.Window(100), ringcp.Documents([30, 37]) & ringcp.Causal())
 

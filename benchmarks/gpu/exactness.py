@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringcp
-from benchmarks.gpu.bench import Bench, Found, Row, Skipped, deterministic
+from benchmarks.gpu.part import Bench, Found, Row, Skipped, deterministic
 from ringcp.errors import UnsupportedError
 from ringcp.kernels.base import Problem
 from ringcp.kernels.registry import KERNELS

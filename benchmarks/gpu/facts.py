@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench, Found, deterministic
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.exactness import refusals
 from benchmarks.gpu.one_rank import Attention, Shape
+from benchmarks.gpu.part import Bench, Found, deterministic
 from ringcp.kernels.base import Form, Kernel
 from ringcp.kernels.registry import KERNELS
 from ringcp.kernels.sdpa_cudnn import SdpaCudnn

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringcp
-from benchmarks.gpu.bench import Bench, Found, Row
 from benchmarks.gpu.clock import Clock, Times, rounds, timed
 from benchmarks.gpu.exactness import BATCH, KV_HEADS, NAMES, Q_HEADS, Tensors, graded, refusals, rounded
 from benchmarks.gpu.exactness import Case as Given
 from benchmarks.gpu.exactness import tensors as random_tensors
+from benchmarks.gpu.part import Bench, Found, Row
 from ringcp.testing import assert_close, in_process, reference_attention
 
 RANKS = 2

@@ -8,8 +8,8 @@ import platform
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.bench import Bench, Found
 from benchmarks.gpu.exactness import refusals
+from benchmarks.gpu.part import Bench, Found
 from ringcp.kernels.registry import KERNELS
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringcp
-from benchmarks.gpu.bench import Bench, Found, Skipped
 from benchmarks.gpu.exactness import CASES, NAMES, Case, Expected, Tensors, expected, graded, tensors
+from benchmarks.gpu.part import Bench, Found, Skipped
 from ringcp.layout import Layout
 from ringcp.testing import assert_close
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.bench import Bench, Found
 from benchmarks.gpu.exactness import refusals
 from benchmarks.gpu.one_rank import Attention, OneCall, OneRank, Shape
+from benchmarks.gpu.part import Bench, Found
 from benchmarks.memory import Layer
 from benchmarks.peak_memory import peak_memory
 from ringcp.kernels.registry import KERNELS

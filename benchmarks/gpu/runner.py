@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from benchmarks.gpu.bench import Orders, Row, serve
+from benchmarks.gpu.part import Orders, Row, serve
 
 # Of its time a part has this much for itself; the rest is for its last check to end in.
 _OWN = 0.8

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench, Found, Row
 from benchmarks.gpu.clock import Clock, Times, percent, rounds, slowest, timed
 from benchmarks.gpu.exactness import refusals
 from benchmarks.gpu.one_rank import Attention, OneCall, OneRank, Shape
+from benchmarks.gpu.part import Bench, Found, Row
 from ringcp import executor
 from ringcp.kernels.base import Kernel
 from ringcp.kernels.registry import KERNELS

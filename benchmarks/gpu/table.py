@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.gpu.bench import Row, Value
+from benchmarks.gpu.part import Row, Value
 from benchmarks.gpu.runner import Result
 
 _DETAIL = 150

@@ -1,6 +1,6 @@
 """What context parallelism costs and gives a small decoder in training, and whether it trains as one process does.
 
-    python benchmarks/training.py
+    python -m benchmarks.training
 
 starts 2 ranks, then 4, on this machine: gloo on the CPU, or NCCL with a GPU for each rank. Two parts, `--part`:
 
@@ -11,8 +11,9 @@ curves  Losses and norms of the gradient over `--steps` steps, laid over those o
         to it is shown as well: one process again, with each weight one rounding step higher. If the first steps
         differ, the mode is wrong, which the exit code says, too.
 
-The model is that of examples/model.py in fp32, the text is the documentation that comes with Python. Results are
-appended to the CSV, and two PNGs beside it drawn anew. Nothing else should run on the machine while speed is measured.
+The model is that of examples/model.py in fp32, the text is the documentation that comes with Python. In
+--out, results are appended to training.csv, each step of the curves to training-curves.csv, and two PNGs drawn anew.
+Nothing else should run on the machine while speed is measured.
 Needs rich and matplotlib (`pip install ringcp[dev]`).
 """
 
@@ -25,28 +26,20 @@ import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
-
-# This file runs as a script; let its folder's modules be benchmarks.*, so that they hide no others.
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import multiprocessing
 
-from benchmarks import training_ranks as ranks
-from benchmarks import training_report as report
-from benchmarks.report import Origin, append_csv
-from benchmarks.training_plots import draw_curves, draw_speed
-from benchmarks.training_ranks import ROUNDED, SINGLE, ULYSSES_DEGREE, Curve, Plan, Timed
-from examples.demo import num_cores
+from benchmarks.origin import Origin, num_cores
+from benchmarks.rows import append_csv
+from benchmarks.training import ranks, report
+from benchmarks.training.plots import draw_curves, draw_speed
+from benchmarks.training.ranks import ROUNDED, SINGLE, ULYSSES_DEGREE, Curve, Plan, Timed
 from ringcp.modes import MODES
 
-_ROOT = Path(__file__).resolve().parents[1]
-_CSV = Path("benchmarks/results/training.csv")
 _SMOKE = {"seq_len": [128], "rounds": 1, "curve_len": 128, "steps": 3}
 
 
@@ -70,13 +63,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--curve-len", type=int, default=2048, help="tokens of a step of the curves (default: 2048)")
     add("--steps", type=int, default=200, help="of a curve (default: 200)")
     add("--threads", type=int, default=1, help="of each rank (default: 1)")
-    add("--csv", type=Path, help=f"default: {_CSV}; with --smoke nothing is written unless given")
+    add("--out", type=Path, default=Path("build/training"), help="folder for what is written (default: %(default)s)")
     add("--smoke", action="store_true", help="128 tokens, one round, 3 steps: whether all of it works")
     args = parser.parse_args(argv)
     if args.smoke:
         vars(args).update(_SMOKE)
-    elif args.csv is None:
-        args.csv = _ROOT / _CSV
+    args.csv = args.out / ("training-smoke.csv" if args.smoke else "training.csv")
     args.seq_len = sorted(set(args.seq_len))
     for name in ("ranks", "seq_len", "rounds", "curve_len", "steps", "threads"):
         given = getattr(args, name)
@@ -127,7 +119,7 @@ def launch(plan: Plan) -> Generator[ranks.Said, None, None]:
         torch.multiprocessing.ProcessException: a rank raised or died; the others are ended.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "torch._dynamo"])  # imported once, not by each rank
+    context.set_forkserver_preload(["benchmarks.training.ranks", "torch._dynamo"])  # imported once, not by each rank
     reader, writer = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder, reader:
         started = multiprocessing.start_processes(
@@ -162,15 +154,15 @@ def main(argv: Sequence[str]) -> None:
     # The profiler's notes on itself would break into the progress; ranks inherit this.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        append_csv(args.csv, [])  # a file with other columns is refused now, not after the first measurement
+    args.out.mkdir(parents=True, exist_ok=True)
+    append_csv(args.csv, [])  # a file with other columns is refused now, not after the first measurement
+    append_csv(_steps(args.csv), [], report.Step)
     cores = num_cores()
-    command = shlex.join(["python", "benchmarks/training.py", *argv])
+    command = shlex.join(["python", "-m", "benchmarks.training", *argv])
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
-    origin = replace(Origin.here(device, 1, argv), command=command)
+    origin = Origin.of(device, command)
     about = f"{origin.device}, {cores} cores, torch {origin.torch}, commit {origin.commit or 'unknown'}"
     console.print(f"{about}\n{command}", markup=False)
     planned = plans(args, device, cores)
@@ -181,14 +173,13 @@ def main(argv: Sequence[str]) -> None:
             report.print_speed(console, here, plan, cores)
     if curves:
         report.print_curves(console, curves, args.curve_len)
-    if args.csv:
-        _draw(args.csv, timed, curves, about, args.curve_len, console)
+    _draw(args.csv, timed, curves, about, args.curve_len, console)
     if any(report.difference(curve, curves[0]).wrong for curve in curves):
-        raise SystemExit("training.py: expected curves like that of one process, got those marked as wrong above")
+        raise SystemExit("training: expected curves like that of one process, got those marked as wrong above")
 
 
 def _measure(
-    planned: Sequence[Plan], csv: Path | None, origin: Origin, console: Console
+    planned: Sequence[Plan], csv: Path, origin: Origin, console: Console
 ) -> tuple[list[list[Timed]], list[Curve]]:
     """All launches, with progress; what was measured is appended to the CSV as it comes."""
     timed: list[list[Timed]] = []
@@ -210,21 +201,26 @@ def _measure(
                     if isinstance(said, Curve):
                         curves.append(said)
                         rows = report.curve_rows(said, curves[0], plan, origin)
+                        append_csv(_steps(csv), report.steps(said, plan, origin), report.Step)
                         console.print(report.curve_line(said, curves[0]))
                     else:
                         timed.append(said)
                         rows = report.speed_rows(said, plan, origin)
                         console.print(report.speed_line(said, plan))
-                    if csv:
-                        append_csv(csv, rows)
+                    append_csv(csv, rows)
     return timed, curves
+
+
+def _steps(csv: Path) -> Path:
+    """The file of the curves, beside the one of the quantiles."""
+    return csv.with_name(f"{csv.stem}-curves.csv")
 
 
 def _draw(
     csv: Path, timed: Sequence[Sequence[Timed]], curves: Sequence[Curve], about: str, curve_len: int, console: Console
 ) -> None:
     """The pictures of what was measured, beside the CSV."""
-    console.print(f"{csv}: a line for each number", markup=False)
+    console.print(f"{csv}: a line for each number; {_steps(csv)}: for each step", markup=False)
     if timed:
         path = csv.with_name(f"{csv.stem}-speed.png")
         draw_speed(path, timed, f"Training a small decoder, fp32; one process has the threads of all ranks. {about}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringcp
+from benchmarks.harness import SPIN_S
 from benchmarks.peak_memory import peak_memory
 from examples.model import Decoder
 from ringcp.modes import choose_mode
@@ -27,7 +28,6 @@ _ALONE = (SINGLE, ROUNDED)
 _UNTIMED_STEPS = 3
 # At the demo's 6e-3 training turns unstable after 100 steps, and rounding alone grows to per cents of the loss.
 _LR, _LR_WARMUP = 2e-3, 10
-_SPIN_S = 0.03  # idle OpenMP workers spin for 9 ms (see benchmarks/harness.py); the next step starts after that
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Ranks:
     @contextmanager
     def _turn(self, mode: str) -> Iterator[bool]:
         """From a common start, with the threads of the mode; whether this rank computes."""
-        time.sleep(_SPIN_S)
+        time.sleep(SPIN_S)  # idle OpenMP workers of the last step spin on
         dist.barrier(self._control)
         torch.set_num_threads(self._together if mode in _ALONE else self._threads)
         try:

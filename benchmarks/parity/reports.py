@@ -1,7 +1,7 @@
 """The public reports of faults in context parallelism, and what the tests that replay them say.
 
-`benchmarks/reports.csv` lists the reports. A test names those that it replays by ``@pytest.mark.report(id)``, with
-``raises=True`` where it shows a refusal; `tests/conftest.py` writes both into pytest's JUnit XML, which is read here.
+`reports.csv` lists the reports. A test names those that it replays by ``@pytest.mark.report(id)``, with ``raises=True``
+where it shows a refusal; `tests/conftest.py` writes both into pytest's JUnit XML, which is read here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 REPORTS = Path(__file__).with_name("reports.csv")
 
 

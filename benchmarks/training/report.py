@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import Origin, Row, percent_of_baseline, quantiles
-from benchmarks.training_ranks import ROUNDED, SINGLE, Curve, Plan, Timed
+from benchmarks.origin import Origin
+from benchmarks.rows import Row, percent_of_baseline, quantiles
+from benchmarks.training.ranks import ROUNDED, SINGLE, Curve, Plan, Timed
 
 FIRST_STEPS = 3  # in which rounding has not grown yet
 TOLERANCE = 1e-4  # in these, relative
@@ -57,6 +58,46 @@ def percents(timed: Timed, single: Timed, devices: int) -> list[float]:
     return percent_of_baseline(single.seconds, timed.seconds, devices=devices)
 
 
+@dataclass(frozen=True)
+class Step:
+    """One line of the CSV of curves: what a step said, for the picture. The columns about its origin are those of
+    `benchmarks.rows.Row`.
+    """
+
+    provider: str
+    case: str
+    mode: str
+    step: int
+    loss: float
+    gradient_norm: float
+    torch: str
+    python: str
+    device: str
+    cores: int
+    threads: int
+    commit: str
+    date: str
+    command: str
+
+
+def steps(curve: Curve, plan: Plan, origin: Origin) -> list[Step]:
+    """Every step of a curve, from 1."""
+    case, provider, threads = _curve_case(curve, plan), *_whose(curve.mode, plan)
+    return [
+        Step(provider, case, curve.mode, i, loss, norm, threads=threads, **vars(origin))
+        for i, (loss, norm) in enumerate(zip(curve.losses, curve.norms, strict=True), 1)
+    ]
+
+
+def _curve_case(curve: Curve, plan: Plan) -> str:
+    return f"decoder fp32 B1 S{plan.curve_len} W{curve.world_size}, {plan.steps} steps"
+
+
+def _whose(mode: str, plan: Plan) -> tuple[str, int]:
+    """Provider and threads of a process."""
+    return ("torch", plan.together) if mode in _ALONE else ("ringcp", plan.threads)
+
+
 def speed_rows(timed: Sequence[Timed], plan: Plan, origin: Origin) -> list[Row]:
     """Lines for the CSV, from what was timed at one length, the single process first."""
     rows = []
@@ -74,7 +115,7 @@ def speed_rows(timed: Sequence[Timed], plan: Plan, origin: Origin) -> list[Row]:
 
 def curve_rows(curve: Curve, single: Curve, plan: Plan, origin: Origin) -> list[Row]:
     """Lines for the CSV: quantiles are over the steps."""
-    case = f"decoder fp32 B1 S{plan.curve_len} W{curve.world_size}, {plan.steps} steps"
+    case = _curve_case(curve, plan)
     apart = difference(curve, single)
     rows = [("loss", "last", [curve.losses[-1]])]
     if curve.mode != SINGLE:
@@ -91,13 +132,8 @@ def curve_rows(curve: Curve, single: Curve, plan: Plan, origin: Origin) -> list[
 
 
 def _row(case: str, mode: str, metric: str, unit: str, values: Sequence[float], plan: Plan, origin: Origin) -> Row:
-    shown: list[float | str] = ["", "", ""]
-    if values:
-        q = quantiles(values)
-        shown = [float(f"{x:.6g}") for x in (q.median, q.p20, q.p80)]
-    alone = mode in _ALONE
-    provider, threads = ("torch", plan.together) if alone else ("ringcp", plan.threads)
-    return Row(provider, case, mode, metric, unit, shown[0], shown[1], shown[2], threads=threads, **vars(origin))
+    provider, threads = _whose(mode, plan)
+    return Row.of((provider, case, mode), metric, unit, values, threads=threads, origin=origin)
 
 
 def speed_line(timed: Sequence[Timed], plan: Plan) -> str:

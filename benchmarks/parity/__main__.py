@@ -2,8 +2,8 @@
 
     python -m benchmarks.parity
 
-writes parity.md, parity.csv and parity.png into benchmarks/results/ (`--out` names another folder): errors against fp64
-of attention and of a model's step in every mode, mask and dtype on 1, 2, 4 and 8 ranks; which positions a moved token
+writes parity.md, parity.csv and parity.png into build/parity (`--out` names another folder): errors against fp64 of
+attention and of a model's step in every mode, mask and dtype on 1, 2, 4 and 8 ranks; which positions a moved token
 changes; and which public reports the tests replay. It ends with exit code 1 if something is not as it must be. No GPU,
 under ten minutes on two cores. `--smoke` tries whether all of it works, on few cells. Needs rich, matplotlib, pytest.
 """
@@ -21,11 +21,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.parity_cells import MASKS, Cell
-from benchmarks.parity_errors import Error, errors, ways
-from benchmarks.parity_page import Parity, write
-from benchmarks.parity_probe import Answer, answers, questions
-from benchmarks.parity_reports import reports, run_tests
+from benchmarks.origin import Origin
+from benchmarks.parity.cells import MASKS, Cell
+from benchmarks.parity.errors import Error, errors, ways
+from benchmarks.parity.page import Parity, write
+from benchmarks.parity.probe import Answer, answers, questions
+from benchmarks.parity.reports import reports, run_tests
 from ringcp.testing.pool import World
 
 DTYPES = ("fp64", "fp32", "bf16")
@@ -37,7 +38,7 @@ _SMOKE_LEN = 67
 def main(argv: Sequence[str] | None = None) -> int:
     summary, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(description=summary, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--out", type=Path, default=Path("build/parity"))
     parser.add_argument("--smoke", action="store_true", help=f"one mask, {_SMOKE_LEN} tokens, and one test of reports")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # as the ranks have
@@ -49,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tests = ["tests/test_layout.py::test_labels_are_shifted_first_and_sharded_after"]
     found, probed = measure(console, cells)
     console.print("replaying the public reports, with pytest:")
-    command = "python -m benchmarks.parity" + " --smoke" * args.smoke
-    parity = Parity(found, probed, reports(), run_tests(tests), f"Attention: {about(cells[0])}.", command)
+    origin = Origin.of("cpu", "python -m benchmarks.parity" + " --smoke" * args.smoke)
+    parity = Parity(found, probed, reports(), run_tests(tests), f"Attention: {about(cells[0])}.", origin)
     for path in write(parity, args.out):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     failures = parity.failures()
@@ -69,7 +70,7 @@ def measure(console: Console, cells: Sequence[Cell]) -> tuple[list[Error], list[
     """The errors and the probe, with progress."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with ExitStack() as stack:
-        preload = ("benchmarks.parity_probe",)
+        preload = ("benchmarks.parity.probe",)
         pools = {n: stack.enter_context(World(n, timeout=300, preload=preload)) for n in OVER_GLOO}
         bar = stack.enter_context(Progress(*columns, console=console))
         seq_len = cells[0].seq_len

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from benchmarks.parity_cells import (
+from benchmarks.parity.cells import (
     Cell,
     Results,
     both_on_rank,

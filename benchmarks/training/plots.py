@@ -8,9 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import quantiles
-from benchmarks.training_ranks import ROUNDED, SINGLE, Curve, Timed
-from benchmarks.training_report import relative
+from benchmarks.rows import quantiles
+from benchmarks.training.ranks import ROUNDED, SINGLE, Curve, Timed
+from benchmarks.training.report import relative
 
 _COLORS = {
     SINGLE: "0.15",

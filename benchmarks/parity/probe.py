@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringcp
-from benchmarks.parity_cells import attention_on_rank, modes_of
-from benchmarks.parity_errors import ATTENTION
+from benchmarks.parity.cells import attention_on_rank, modes_of
+from benchmarks.parity.errors import ATTENTION
 from ringcp.balance import choose_layout
 from ringcp.testing.pool import World
 

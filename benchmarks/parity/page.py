@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.parity_errors import ATTENTION, ONE_KERNEL, QUANTITIES, Error, above_bar
-from benchmarks.parity_probe import Answer
-from benchmarks.parity_reports import Report, Run, verdict
+from benchmarks.origin import Origin
+from benchmarks.parity.errors import ATTENTION, ONE_KERNEL, QUANTITIES, Error, above_bar
+from benchmarks.parity.probe import Answer
+from benchmarks.parity.reports import Report, Run, verdict
 
 COLORS = {"ring": "C0", "gather": "C1", "ulysses": "C2", "usp": "C3"}
 MARKERS = {"ring": "o", "gather": "s", "ulysses": "^", "usp": "D"}
@@ -28,7 +29,7 @@ class Parity:
     reports: list[Report]
     runs: Mapping[str, list[Run]]
     about: str
-    command: str
+    origin: Origin
 
     def failures(self) -> list[str]:
         """What is not as it must be, in words."""
@@ -50,8 +51,9 @@ def write(parity: Parity, out: Path) -> list[Path]:
     table, page, picture = (out / f"parity.{end}" for end in ("csv", "md", "png"))
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(field.name for field in fields(Error))
-        writer.writerows([*astuple(e)[:-2], _text(e.max_abs), _text(e.rel_l2)] for e in parity.errors)
+        writer.writerow(field.name for kind in (Error, Origin) for field in fields(kind))
+        origin = astuple(parity.origin)
+        writer.writerows([*astuple(e)[:-2], _text(e.max_abs), _text(e.rel_l2), *origin] for e in parity.errors)
     page.write_text(markdown(parity))
     draw(parity.errors, picture)
     return [table, page, picture]
@@ -59,15 +61,17 @@ def write(parity: Parity, out: Path) -> list[Path]:
 
 def markdown(parity: Parity) -> str:
     """The page."""
-    failures, capability = parity.failures(), torch.backends.cpu.get_cpu_capability()
+    failures, origin = parity.failures(), parity.origin
+    machine = f"{origin.cores} cores of {origin.device} with {torch.backends.cpu.get_cpu_capability()}"
     held = "All is as it must be."
     if failures:
         held = "NOT as it must be:\n\n" + "\n".join(f"- {failure}" for failure in failures)
     return "\n\n".join(
         [
             "# Parity",
-            f"Written by `{parity.command}` on torch {torch.__version__}, a CPU with {capability}, one thread a rank. "
-            f"{parity.about} Seeds are fixed: another run differs in last digits at most. {held}",
+            f"Written by `{origin.command}` at commit {origin.commit or 'unknown'}, {origin.date}, with torch "
+            f"{origin.torch} and Python {origin.python} on {machine}, one thread a rank. {parity.about} Seeds are "
+            f"fixed: another run differs in last digits at most. {held}",
             "## Errors against fp64",
             _ERRORS,
             _summary(parity.errors),
@@ -108,7 +112,7 @@ would be rows elsewhere. The control computes without the mask, to show that the
 _REPORTS = """What went wrong for users of context parallelism in public, and what the tests with
 `@pytest.mark.report(id)` that replay it on ringcp say. "pass": the result is right; "raises": ringcp refuses by name,
 before anything is sent; "no test": mostly what ringcp does not have (yet), such as losses, data loaders and trainers. A
-fault that was reported in several places has several lines. `benchmarks/reports.csv` is the list. Tests in
+fault that was reported in several places has several lines. `benchmarks/parity/reports.csv` is the list. Tests in
 `test_context_torch.py` show the fault itself, in torch."""
 
 

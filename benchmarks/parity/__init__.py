@@ -1,0 +1,1 @@
+"""Whether results are those of one process: `python -m benchmarks.parity`."""

@@ -1,0 +1,1 @@
+"""What context parallelism costs and gives in training: `python -m benchmarks.training`."""
