@@ -3,18 +3,20 @@
 The tests that every kernel passes are in test_kernels.py, those of the choice in test_kernels_registry.py.
 """
 
+import gc
 import inspect
 import itertools
 import sys
 import warnings
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from calls import make_call
 from flex_standin import CALLS, flex_attention
-from predicates import NAMES, Given, causal, make, written
-from test_kernels import BANDS, FULL, SCALE, SQUARE, check, operands
+from predicates import NAMES, Given, causal, make, random, written
+from test_kernels import BANDS, FULL, SCALE, SQUARE, operands
 from test_kernels_registry import cpu, gpu
 from torch.nn.attention import flex_attention as torchs
 
@@ -127,7 +129,14 @@ def by_row_and_head(b, h, q, k):
     return (q + k + b * 3 + h) % 4 != 0
 
 
-@pytest.mark.parametrize("functions", [(causal,), (by_row_and_head,), (causal, by_row_and_head)])
+def whole_blocks(b, h, q, k):
+    """Blocks that are full for some batch rows and heads, and empty for others."""
+    return ((q < 31 + 2 * 128) == (h == 9)) & ((b == 6) | (q < 31 + 2 * 128))
+
+
+@pytest.mark.parametrize(
+    "functions", [(causal,), (by_row_and_head,), (causal, by_row_and_head), (whole_blocks,)], ids=str
+)
 def test_functions_see_the_numbers_of_the_whole_call(functions):
     m, n = 140, 70
     q, k, v, dout, dlse = operands(m, n)
@@ -142,7 +151,9 @@ def test_functions_see_the_numbers_of_the_whole_call(functions):
     final = lse.masked_fill(lse == -INF, INF)
     want = [out, lse, *Reference().backward(dout, q, k, v, out, final, dlse, **how, allowed=pairs)]
     got = STANDIN.forward(q, k, v, **how, allowed=fused)
-    check([*got, *STANDIN.backward(dout, q, k, v, out, final, dlse, **how, allowed=fused)], want)
+    got = [*got, *STANDIN.backward(dout, q, k, v, out, final, dlse, **how, allowed=fused)]
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert_close(x, y, name=name)
 
 
 # --- masks of calls
@@ -285,6 +296,30 @@ def test_masks_and_biases_become_fused_code():
     want, _ = Reference().forward(q, k, v, form=Form(lo=-20), scale=SCALE, softcap=2.0, allowed=pairs, alibi=alibi)
     assert (out - want).abs().max() < 1e-5
     assert blocks.to_dense().unique().tolist() == [0, 1], "some blocks are empty"
+
+
+class Table:
+    """A mask_mod that is no function."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return self.table[q_idx, kv_idx]
+
+
+def test_nothing_keeps_what_a_function_captures(torchs_own):
+    q, k, v, *_ = operands(9, 9)
+    table = Table(random(9, 9, seed=3))
+    at = torch.arange(2), torch.arange(4), torch.arange(9), torch.arange(9)
+    watched = weakref.ref(table)
+    got = TRACED.forward(q, k, v, form=Form(), scale=SCALE, allowed=Allowed((table,), False, False, *at))
+    want = Reference().forward(q, k, v, form=Form(), scale=SCALE, allowed=table.table[None, None])
+    for x, y in zip(got, want, strict=True):
+        assert_close(x, y)
+    del table
+    gc.collect()
+    assert watched() is None
 
 
 # --- inside the registered op, with what is around it

@@ -1,6 +1,7 @@
 """`Predicate`: masks that a function says, exact in every mode, layout and batch, and what is refused of them."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from ringcp.layout import layout_named
 from ringcp.schedule import build
 from ringcp.testing import assert_close, in_process, reference_attention
 from ringcp.topology import ring
-from ringcp.vectorize import vectorized
+from ringcp.vectorize import is_pointwise, vectorized
 
 HEADS = ((4, 2), (3, 3), (5, 1), (6, 2))
 LAYOUTS = ("contiguous", "head_tail", "striped")
@@ -240,6 +241,45 @@ def test_functions_mean_what_they_mean_to_flex_attention(name):
     assert torch.equal(found.expand(want.shape), want)
     assert [x.tolist() for x in (b, h, q, k)] == [list(range(n)) for n in (2, 3, 9, 8)]
     assert found.shape[0] == 1 or name in ("dtypes", "rows of a table")
+
+
+POINTWISE = {
+    "operators": lambda b, h, q, k: (q // 4 == k // 4) & ((h == 1) | (b == 0)) ^ (k % 3 == 0),
+    "shifts": lambda b, h, q, k: (q >> 2 == k >> 2) | (q << 1 > k),
+    "lookup": lambda b, h, q, k: TABLE[b, h, q, k] & TABLE[b, 0, 1, q],
+    "where": ODD["where"],
+}
+
+
+@torch.library.custom_op("ringcp_tests::is_pointwise", mutates_args=())
+def pointwise_inside(x: torch.Tensor, name: str) -> torch.Tensor:
+    return x.new_tensor(is_pointwise({**ODD, **POINTWISE}[name], x.device))
+
+
+@pytest.mark.parametrize("name", [*POINTWISE, "vector", "rows of a table", "in place", "constant", "stacked"])
+def test_what_is_pointwise_is_so_inside_an_op_too(name):
+    """There, below autograd, other operations are seen."""
+    x = torch.zeros(1)
+    assert is_pointwise({**ODD, **POINTWISE}[name], x.device) == (name in POINTWISE)
+    assert bool(pointwise_inside(x, name)) == (name in POINTWISE)
+
+
+def compiled_in_a_context(mesh):
+    """Where AOT has compiled the caller, functorch has to be let in again for what only vmap gets right."""
+    given = Given(2, 4, 24, 24)
+    layout = ringcp.HeadTail(24, mesh.size())
+    q, k, v, *_ = tensors(given, 4)
+    want = layout.shard(reference_attention(q, k, v, mask=written("types", given))[0], mesh.get_local_rank(), 2)
+    local = [layout.shard(x, mesh.get_local_rank(), 2) for x in (q, k, v)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        attend = torch.compile(lambda *x: torch.nn.functional.scaled_dot_product_attention(*x), backend="aot_eager")
+        with ringcp.context_parallel(mesh, mask=make("types", given), layout=layout):
+            assert_close(attend(*local), want)
+
+
+def test_compiled_in_a_context(worlds):
+    worlds(2).run(compiled_in_a_context)
 
 
 def test_written_in_parts_is_the_same(monkeypatch):
