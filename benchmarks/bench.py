@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     rest = _rest(console, args, suite, path, origin)
     expected, most = sum(rest.planned().values()) / 60, rest.seconds / 60
-    minutes = f"{len(rest.cases)} cases, about {expected:.0f} minutes on 2 cores, at most {most:.0f}"
+    minutes = f"{len(rest.cases)} cases, about {max(1, round(expected))} minutes on 2 cores, at most {most:.0f}"
     about = f"{origin.device}, torch {origin.torch}, commit {origin.commit or 'unknown'}; {minutes}"
     console.print(about, markup=False, highlight=False)
     failed, stopped = [], False
