@@ -53,7 +53,8 @@ def settings(smoke: bool) -> list[Setting]:
 def speed(bench: Bench) -> None:
     """A row for each shape, kernel and mode; then the targets."""
     clock = Clock(bench.device)
-    fit = [name for name in KERNELS if name != "reference" and not refusals(name, bench.device, dim=128)]
+    others = "reference", "flex"  # slow, or compiled for every shape
+    fit = [name for name in KERNELS if name not in others and not refusals(name, bench.device, dim=128)]
     bench.check("torch SDPA, one call", lambda: _torchs_own(bench, clock))
     reached: dict[Mode, _Mode] = {}
     for setting in settings(bench.smoke):
