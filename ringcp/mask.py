@@ -115,7 +115,7 @@ class Mask:
         batch, q_heads: None if not known. kv_len: of keys if these are another sequence.
         """
         wrong = self._node.problem(Sizes(batch, q_heads, seq_len, seq_len if kv_len is None else kv_len))
-        return f"mask: expected {wrong} in {self}; give what the sequence holds" if wrong else ""
+        return f"mask: expected {wrong} in {self}; give what this batch holds" if wrong else ""
 
     def probe(self, batch: int, q_heads: int, q_len: int, k_len: int, device: torch.device) -> None:
         """Try the functions in it on a few pairs.

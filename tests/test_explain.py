@@ -285,11 +285,11 @@ FLOATING = "expected one of torch.bfloat16, torch.float16, torch.float32, torch.
         (
             {"mask": Padding([3, 4])},
             "mask: expected one entry for each of 1 batch rows, or one for all, got 2 in Padding([[0, 3], [0, 4]]); "
-            "give one entry a batch row",
+            "give what this batch holds",
         ),
         (
             {"mask": Prefix(40000)},
-            "mask: expected a prefix of at most 32768 tokens, got 40000 in Prefix(40000); give what the sequence holds",
+            "mask: expected a prefix of at most 32768 tokens, got 40000 in Prefix(40000); give what this batch holds",
         ),
     ],
 )
