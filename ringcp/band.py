@@ -23,11 +23,11 @@ class Band(NamedTuple):
 
     @property
     def num_q(self) -> int:
-        return self.q[1] - self.q[0]
+        return length_of(self.q)
 
     @property
     def num_k(self) -> int:
-        return self.k[1] - self.k[0]
+        return length_of(self.k)
 
     @property
     def cuts_low(self) -> bool:
@@ -49,6 +49,11 @@ class Band(NamedTuple):
 
     def allows(self, i: int, j: int) -> bool:
         return self.q[0] <= i < self.q[1] and self.k[0] <= j < self.k[1] and self.lo <= i - j <= self.hi
+
+
+def length_of(x: Range) -> int:
+    """How many there are in a range."""
+    return x[1] - x[0]
 
 
 def full(q: Range, k: Range) -> Band | None:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from ringcp import boxes, executor
-from ringcp.band import Range
+from ringcp.band import Range, length_of
 from ringcp.executor import num_bytes, tag_of, waited
 from ringcp.grouped import Placed
 from ringcp.merge import accumulator_dtype
-from ringcp.parts import Exchange, Kept, Part, length_of, num_rows_of
+from ringcp.parts import Exchange, Kept, Part, num_rows_of
 from ringcp.record import CallLog
 from ringcp.schedule import Heads
 from ringcp.transport import Parcel, Pending

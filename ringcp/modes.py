@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import gcd
 from typing import Literal, NamedTuple, cast, get_args
 
-from ringcp.band import Range
+from ringcp.band import Range, length_of
 from ringcp.errors import ArgumentError
 from ringcp.mask import Mask
 
@@ -160,8 +160,8 @@ def exchange_bytes(
         first, own = rank - rank % degree, shares[rank % degree]
         others = sum(lengths[first : first + degree]) - length
         # Heads of the peers, which get this rank's tokens; heads of this rank, which has had the peers' tokens.
-        q_there, kv_there = (sum(_num(s[i]) for s in shares) - _num(own[i]) for i in (0, 1))
-        q_back, kv_back = _num(own.q), _num(own.kv)
+        q_there, kv_there = (sum(length_of(s[i]) for s in shares) - length_of(own[i]) for i in (0, 1))
+        q_back, kv_back = length_of(own.q), length_of(own.kv)
         forward = length * (q_there * d + kv_there * (d + v)) * e
         forward += others * q_back * (v * e + wide)
         backward = length * q_there * v * e
@@ -187,7 +187,7 @@ def usp_bytes(
     one_head = rows_bytes(rows, Weight(1, 1, weight.head_dim, weight.itemsize, weight.batch, weight.v_head_dim))
     result = []
     for rank, exchanged in enumerate(exchange_bytes(lengths, degree, weight, save)):
-        ring, num = one_head[rank // degree], _num(shares[rank % degree].kv)
+        ring, num = one_head[rank // degree], length_of(shares[rank % degree].kv)
         result.append(exchanged + Traffic(num * ring.forward, num * ring.backward))
     return tuple(result)
 
@@ -195,10 +195,6 @@ def usp_bytes(
 def ring_lengths(lengths: Sequence[int], degree: int) -> list[int]:
     """Tokens of each rank of the ring: those of its exchange together."""
     return [sum(lengths[at : at + degree]) for at in range(0, len(lengths), degree)]
-
-
-def _num(heads: Range) -> int:
-    return heads[1] - heads[0]
 
 
 @dataclass(frozen=True)

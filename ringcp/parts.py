@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringcp import boxes
-from ringcp.band import Range
+from ringcp.band import length_of
 from ringcp.executor import Job
 from ringcp.grouped import Placed
 from ringcp.merge import accumulator_dtype
@@ -97,8 +97,3 @@ def _kept_specs(exchange: Exchange, q: Tensor, k: Tensor, v: Tensor) -> list[box
 def num_rows_of(placed: Sequence[Placed]) -> int:
     """How many rows one rank has."""
     return placed[-1].rows[1] if placed else 0
-
-
-def length_of(x: Range) -> int:
-    """How many there are in a range."""
-    return x[1] - x[0]
