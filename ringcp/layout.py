@@ -338,10 +338,7 @@ def HeadTail(seq_len: int, world_size: int) -> Layout:
 
 
 def Striped(seq_len: int, world_size: int) -> Layout:
-    """Rank r owns tokens r, r + world_size, ...: causal work is nearly even, windows touch every rank.
-
-    In "ring" mode, a mask that reaches `world_size` tokens or more passes all keys from rank to rank, needed or not.
-    """
+    """Rank r owns tokens r, r + world_size, ...: causal work is nearly even, windows touch every rank."""
     return Layout(_CODES["striped"], seq_len, world_size)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from ringcp.band import Range, union
 from ringcp.layout import Span
+from ringcp.marks import marked, marks_on
 from ringcp.mask import Pieces
 from ringcp.steps import Tile, length
 from ringcp.topology import Topology
@@ -93,12 +94,6 @@ class Pairs(NamedTuple):
         rows = union(tile.band.k for tile in tiles)
         return rows, within(tiles, rows)
 
-    @property
-    def in_order(self) -> bool:
-        """Whether all ranks have runs of neighbouring positions, of queries and of keys."""
-        layouts = {self.q, self.k}
-        return not any(span.step > 1 for x in layouts for rank in range(x.world_size) for span in x.spans(rank))
-
 
 def within(tiles: Iterable[Tile], rows: tuple[Range, ...]) -> tuple[Tile, ...]:
     """The tiles with their keys counted within `rows`, sorted ranges; each tile has its keys in one of them."""
@@ -129,35 +124,24 @@ class Needs:
 @lru_cache(maxsize=256)
 def needs(pairs: Pairs) -> Needs:
     """The needs of all ranks, from one look at each rank's queries against the whole sequence."""
-    keys, mask = pairs.k, pairs.mask
-    ranks = range(keys.world_size)
-    if pairs.in_order:
-        owners = sorted((span.start, rank) for rank in ranks for span in keys.spans(rank))
-        needed = [needed_positions(pairs, rank) for rank in ranks]
-        sources = [_owners(owners, ranges) for ranges in needed]
-        num_rows = [
-            length(ranges) - _overlap(ranges, keys.spans(rank)) for rank, ranges in zip(ranks, needed, strict=True)
-        ]
-    elif mask.reach is not None and mask.reach < keys.world_size:
-        rows = [[length(pairs.needed_rows(r, s)) if s != r else 0 for s in ranks] for r in ranks]
-        sources = [frozenset(s for s in ranks if of[s]) for of in rows]
-        num_rows = [sum(of) for of in rows]
+    ranks, queries, keys = range(pairs.k.world_size), Span(0, pairs.q.seq_len), Span(0, pairs.k.seq_len)
+    asking, owned = ([layout.spans(rank) for rank in ranks] for layout in (pairs.q, pairs.k))
+    rows = range(pairs.mask.rows or 1)
+    num_rows, sources = [], []
+    if any(span.step > 1 for spans in (*asking, *owned) for span in spans):
+        bands = (band for row in rows for band in pairs.mask.pieces(queries, keys, row))
+        for rank, marks in zip(ranks, marked(bands, asking, keys.length), strict=True):
+            needed_of = [0 if source == rank else marks_on(marks, owned[source]) for source in ranks]
+            num_rows.append(sum(needed_of))
+            sources.append(frozenset(source for source in ranks if needed_of[source]))
     else:
-        # A wider mask touches about every row of a strided layout: take it as full.
-        sources = [frozenset(ranks) if pairs.q.seq_len else frozenset()] * keys.world_size
-        num_rows = [keys.seq_len - keys.local_len(rank) if pairs.q.seq_len else 0 for rank in ranks]
-    return Needs(tuple(num_rows), tuple(s - {rank} for rank, s in zip(ranks, sources, strict=True)))
-
-
-def needed_positions(pairs: Pairs, rank: int) -> tuple[Range, ...]:
-    """The positions that the queries of a rank attend to. For layouts of neighbouring positions."""
-    sequence = Span(0, pairs.k.seq_len)
-    return union(
-        band.k
-        for row in range(pairs.mask.rows or 1)
-        for span in pairs.q.spans(rank)
-        for band in pairs.mask.pieces(span, sequence, row)
-    )
+        runs = sorted((span.start, rank) for rank in ranks for span in owned[rank])
+        for rank in ranks:
+            bands = (band for row in rows for span in asking[rank] for band in pairs.mask.pieces(span, keys, row))
+            needed = union(band.k for band in bands)
+            num_rows.append(length(needed) - _overlap(needed, owned[rank]))
+            sources.append(_owners(runs, needed) - {rank})
+    return Needs(tuple(num_rows), tuple(sources))
 
 
 def _overlap(ranges: Iterable[Range], spans: Iterable[Span]) -> int:

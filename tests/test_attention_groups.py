@@ -182,7 +182,7 @@ def test_bytes_of_a_window_are_the_need(worlds, layout):
     """Each rank gets the rows of others that its queries attend to, counted here pair by pair, and no more."""
     shape, world_size, seq_len = HEADS["gqa"], 4, 50
     row = shape.batch * shape.kv_heads * (shape.head_dim + shape.value_dim)
-    # In a striped layout, a wider window needs about every row of every rank: a ring.
+    # In a striped layout, some rank attends to every key of a wider window: a ring, which passes all to all.
     for mask in ("window_1", "window_3") if layout == "striped" else ("window_1", "window_3", "window_8", "two_sided"):
         placed = [layout_named(layout, seq_len, world_size).positions(rank) for rank in range(world_size)]
         pairs = allowed(mask, seq_len)
