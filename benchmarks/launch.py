@@ -14,7 +14,9 @@ from pathlib import Path
 # torchrun runs this file as a script; let its folder's modules be benchmarks.*, so that they hide no others.
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that counts memory announces itself otherwise
+# The profiler that counts memory announces itself otherwise, and each block that is older than it.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from torch.distributed.device_mesh import DeviceMesh
 
