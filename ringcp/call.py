@@ -277,8 +277,9 @@ def _prepared(a: Arguments, group: dist.ProcessGroup | None, state: GroupState) 
             _, given_len, given_world, *_ = a.kv_layout_spec.tolist()
             kv_len = known_length(given_len, given_world, None, state.world_size, "kv_layout")
         needs = mask.superset.needs_band, a.needs_grad, a.needs_lse_grad
-        more = {"alibi": a.alibi_slopes is not None, "attn_mask": a.attn_mask is not None, "dropout": a.dropout_p > 0}
-        problem = problem_of(a.q, a.k, a.v, _scale(a, a.q), a.softcap, *needs, mask.explicit, **more)
+        more = {"alibi": a.alibi_slopes is not None, "dropout": a.dropout_p > 0}
+        scale, given = _scale(a, a.q), a.attn_mask
+        problem = problem_of(a.q, a.k, a.v, scale, a.softcap, *needs, mask.explicit, attn_mask=given, **more)
         kernel = choose(a.kernel, problem)
         if mask.explicit:
             of_kv = a.layout_spec if a.kv_layout_spec is None else a.kv_layout_spec

@@ -18,9 +18,9 @@ in the accumulator's dtype, for the sum over the block, its parts that go and th
 and rank that has needed it, beside N R for the N own rows and dq. With a full mask Nback = Nin = Ng - N and Nout = N.
 
 A mask that functions say costs a bool for each row and key of one call, for each head and batch row if they differ,
-unless "flex" compiles it in; the bias of ALiBi, and of an attn_mask of rows, in "sdpa_flash_cpu" is made for some rows
-at a time. Of an attn_mask of keys each rank holds that of all keys, of one of rows in an exchange the rows of its ring
-rank.
+unless "flex" compiles it in; the bias of ALiBi, and of an attn_mask of rows, is made for some rows at a time, but in
+"reference". Of an attn_mask of keys each rank holds that of all keys, of one of rows in an exchange the rows of its
+ring rank.
 Calls that share a launch are packed: their rows of q, k and v once more, in backward also of dout, out and lse.
 """
 

@@ -15,15 +15,15 @@ from torch import Tensor
 INF = float("inf")
 
 
-def _dense(q, k, v, mask, scale):
+def _dense(q, k, v, mask, scale, bias=0.0):
     """(B, H, M, N) probabilities, out and lse with -inf for dead rows."""
-    scores = (q @ k.mT * scale).masked_fill(~mask, -INF)
+    scores = (q @ k.mT * scale + bias).masked_fill(~mask, -INF)
     lse = scores.logsumexp(-1)
     return torch.exp(scores - lse.masked_fill(lse == -INF, 0.0).unsqueeze(-1)) @ v, lse
 
 
-def _dense_backward(dout, q, k, v, out, lse, mask, scale):
-    probs = torch.exp((q @ k.mT * scale).masked_fill(~mask, -INF) - lse.unsqueeze(-1))
+def _dense_backward(dout, q, k, v, out, lse, mask, scale, bias=0.0):
+    probs = torch.exp((q @ k.mT * scale + bias).masked_fill(~mask, -INF) - lse.unsqueeze(-1))
     dscores = probs * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
     return dscores @ k, dscores.mT @ q, probs.mT @ dout
 
@@ -157,8 +157,7 @@ def efficient_forward(
 ):  # fmt: skip
     b, heads, m, _ = query.shape
     _check_efficient(query, key, value, attn_bias, dropout_p, scale)
-    mask = _efficient_mask(query, key, attn_bias, is_causal)
-    out, lse = _dense(*_wide(query, key, value), mask, scale)
+    out, lse = _dense(*_wide(query, key, value), _efficient_mask(query, key, is_causal), scale, _added(attn_bias))
     rows = -(-m // 32) * 32 if compute_log_sumexp else 0
     padded = lse.new_full((b, heads, rows), INF)
     padded[..., :m] = lse.masked_fill(lse == -INF, 0.0)
@@ -182,9 +181,9 @@ def efficient_backward(
     assert logsumexp.stride(2) == 1
     assert philox_seed.dtype == philox_offset.dtype == torch.int64
     assert grad_input_mask == [True, True, True, False]
-    mask = _efficient_mask(query, key, attn_bias, is_causal)
+    mask = _efficient_mask(query, key, is_causal)
     operands = _wide(grad_out_, query, key, value, out)
-    grads = _dense_backward(*operands, logsumexp[..., :m], mask, scale)
+    grads = _dense_backward(*operands, logsumexp[..., :m], mask, scale, _added(attn_bias))
     return *(x.to(query.dtype) for x in grads), None
 
 
@@ -202,14 +201,18 @@ def _check_efficient(q, k, v, bias, dropout_p, scale):
         assert bias.stride(-1) == 1
         assert bias.data_ptr() % 16 == 0
         assert all(bias.stride(dim) % 16 == 0 for dim in range(3)), "attn_bias is not correctly aligned"
+        last = sum((size - 1) * stride for size, stride in zip(bias.shape[:3], bias.stride()[:3], strict=True))
+        end = bias.storage_offset() + last + -(-bias.shape[3] // step) * step
+        assert end * bias.element_size() <= bias.untyped_storage().nbytes(), "rows are read in steps of 16 bytes"
 
 
-def _efficient_mask(q, k, bias, is_causal):
-    m, n = q.shape[2], k.shape[2]
-    mask = torch.ones(m, n, dtype=torch.bool)
-    if is_causal:
-        mask = mask.tril()
-    return mask if bias is None else mask & (bias[0, 0] == 0)
+def _efficient_mask(q, k, is_causal):
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    return mask.tril() if is_causal else mask
+
+
+def _added(bias):
+    return 0.0 if bias is None else _wide(bias)[0]
 
 
 def cudnn_forward(

@@ -59,6 +59,8 @@ FEATURES = {
     "softcap": "`softcap=`",
     "alibi": "`alibi_slopes=`",
     "dropout": "`dropout_p=`",
+    "key_mask": "`attn_mask` of keys, bool",
+    "bias": "`attn_mask` of rows, numbers in the dtype of q",
     "lse": "gradient through `return_lse=True`",
 }
 
@@ -104,7 +106,8 @@ def everything_there(name: str) -> Iterator[Callable[[str, Problem], Kernel]]:
         stack.enter_context(mock.patch.dict("sys.modules", packages.modules()))
 
         def chosen(kernel: str, problem: Problem) -> Kernel:
-            there = dataclasses.replace(problem, device=torch.device(home.device), dtype=home.dtype)
+            of_mask = home.dtype if problem.attn_mask == problem.dtype else problem.attn_mask
+            there = dataclasses.replace(problem, device=torch.device(home.device), dtype=home.dtype, attn_mask=of_mask)
             found = choose(kernel, there)
             assert found.name == name
             return home.standin
@@ -128,6 +131,7 @@ def problem(mask: Mask, feature: str) -> Problem:
         softcap=30.0 if feature == "softcap" else None,
         explicit=mask.explicit,
         alibi=feature == "alibi",
+        attn_mask={"key_mask": torch.bool, "bias": torch.float64}.get(feature),
         dropout=feature == "dropout",
         deterministic=False,
     )

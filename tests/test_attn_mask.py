@@ -1,6 +1,5 @@
 """`attn_mask` of `F.scaled_dot_product_attention` in a context: each form is exact."""
 
-import contextlib
 import functools
 import itertools
 
@@ -16,10 +15,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import ringcp
-from ringcp.kernels.base import Form
-from ringcp.kernels.pairwise import Alibi, AttnMask
-from ringcp.kernels.reference import Reference
-from ringcp.kernels.sdpa_cpu import SdpaFlashCpu
 from ringcp.testing import assert_close
 
 sdpa = F.scaled_dot_product_attention
@@ -397,55 +392,3 @@ def sent(mesh):
 
 def test_what_is_sent(worlds):
     worlds(3).run(sent)
-
-
-# --- kernels
-
-
-@pytest.mark.parametrize("form", [Form(), Form(lo=0), Form(lo=-4), Form(lo=-2, hi=3), Form(hi=6)])
-@pytest.mark.parametrize("limit", [1, 200, 1 << 20])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (1, 4, 11), (2, 1, 11)])
-def test_kernels_agree(monkeypatch, form, limit, shape):
-    """With rows that see nothing; a bias of many rows is made for some at a time."""
-    monkeypatch.setattr("ringcp.kernels.sdpa_cpu._BIAS_ELEMENTS", limit)
-    generator = torch.Generator().manual_seed(1)
-    m, n = 11, 9
-    q, k, v, dout, dlse = (
-        torch.randn(size, generator=generator, dtype=torch.float64)
-        for size in ((2, 4, m, 5), (2, 2, n, 5), (2, 2, n, 3), (2, 4, m, 3), (2, 4, m))
-    )
-    values = torch.randn(*shape, 20, generator=generator, dtype=torch.float64)
-    values[..., 1:4] = -torch.inf
-    keys = torch.arange(n) * 2 + 1
-    allowed = torch.rand(2, 1, m, n, generator=generator) > 0.3
-    alibi = Alibi(torch.rand(2, 4, generator=generator), torch.arange(m), keys)
-    for mask, slopes, pairs in itertools.product((values, values > -0.4), (None, alibi), (None, allowed)):
-        how = {"form": form, "scale": 0.4, "alibi": slopes, "allowed": pairs, "attn_mask": AttnMask(mask, keys)}
-        out, lse = Reference().forward(q, k, v, **how)
-        bias = mask.index_select(3, keys)
-        bias = bias if mask is values else torch.zeros(bias.shape).double().masked_fill(~bias, -torch.inf)
-        bias = bias + (0.0 if slopes is None else slopes.bias(torch.float64))
-        behind = torch.arange(m)[:, None] - torch.arange(n)
-        within = (behind >= (form.lo if form.lo is not None else -n)) & (behind <= (m if form.hi is None else form.hi))
-        dense = torch.where(within & (allowed if pairs is not None else True), bias, -torch.inf).expand(2, 4, m, n)
-        assert_close(out, sdpa(q, k, v, dense, scale=0.4, enable_gqa=True))
-        assert torch.equal(lse == -torch.inf, (dense == -torch.inf).all(-1))
-        safe = lse.masked_fill(lse == -torch.inf, torch.inf)
-        want = [out, lse, *Reference().backward(dout, q, k, v, out, safe, dlse, **how)]
-        got = SdpaFlashCpu().forward(q, k, v, **how)
-        got = [*got, *SdpaFlashCpu().backward(dout, q, k, v, out, safe, dlse, **how)]
-        for x, y in zip(got, want, strict=True):
-            assert_close(x, y)
-
-
-def unmasked_kernels(mesh):
-    q = torch.zeros(1, 2, 4, 8)
-    with ringcp.context_parallel(mesh, layout="contiguous", kernel="sdpa_efficient"):
-        with pytest.raises(ringcp.UnsupportedError, match=r"an attn_mask.*sdpa_efficient: .*no attn_mask"):
-            sdpa(q, q, q, ones(1, 4))
-        with contextlib.suppress(ringcp.UnsupportedError):
-            sdpa(q, q, q)
-
-
-def test_kernels_that_take_none_are_refused(worlds):
-    worlds(1).run(unmasked_kernels)

@@ -30,7 +30,16 @@ from ringcp.testing import in_process, reference_attention
 SOFTCAP = 1.5
 SLOPES = torch.tensor([0.5, 0.05, -0.1, 0.8])
 SEED = 6
-EXTRAS = {"softcap": {"softcap": SOFTCAP}, "alibi": {"alibi_slopes": SLOPES}, "dropout": {"dropout_p": P}}
+NUMBERS = torch.randn(1, 4, SEQ_LEN, SEQ_LEN, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+NUMBERS[NUMBERS > 1] = -torch.inf
+NUMBERS[:, :, 3] = -torch.inf  # a row that attends to nothing
+EXTRAS = {
+    "softcap": {"softcap": SOFTCAP},
+    "alibi": {"alibi_slopes": SLOPES},
+    "dropout": {"dropout_p": P},
+    "key_mask": {"attn_mask": torch.arange(SEQ_LEN)[None] % 5 > 0},
+    "bias": {"attn_mask": NUMBERS},
+}
 module = sys.modules["ringcp.testing.in_process"]
 
 

@@ -36,13 +36,16 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A mask for a length, the head dims of q and v, and whether a gradient comes through the lse as well."""
+    """A mask for a length, the head dims of q and v, whether a gradient comes through the lse as well, and an attn_mask
+    beside the mask, if there is one: of bool, or numbers, which get the dtype of q.
+    """
 
     name: str
     mask: Callable[[int], ringcp.Mask]
     head_dim: int = 64
     value_dim: int = 64
     through_lse: bool = True
+    attn_mask: Callable[[int], Tensor] | None = None
 
 
 def _documents(n: int) -> list[int]:
@@ -51,6 +54,18 @@ def _documents(n: int) -> list[int]:
 
 def _every_third(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return (q_idx - kv_idx) % 3 != 1
+
+
+def _padding(n: int) -> Tensor:
+    """(B, 1, 1, S) of bool: on the left, so that rows before it see nothing if causal, and on the right."""
+    at = torch.arange(n)
+    return torch.stack([at >= n // 5, at < n // 2])[:, None, None]
+
+
+def _numbers(n: int) -> Tensor:
+    """(1, Hq, S, S): each head its own, of which some are -inf."""
+    numbers = torch.randn(1, Q_HEADS, n, n, generator=torch.Generator().manual_seed(n))
+    return numbers.masked_fill(numbers > 1, -torch.inf)
 
 
 CASES = (
@@ -64,17 +79,20 @@ CASES = (
     Case("chunked", lambda n: ringcp.Chunked(n // 4) & ringcp.Causal()),
     Case("causal, head dims 72 and 40", lambda n: ringcp.Causal(), 72, 40),
     Case("predicate", lambda n: ringcp.Predicate(_every_third, name="every third") & ringcp.Causal()),
+    Case("attn_mask of keys", lambda n: ringcp.Causal(), attn_mask=_padding),
+    Case("attn_mask of numbers", lambda n: ringcp.Full(), attn_mask=_numbers),
 )
 
 
 class Tensors(NamedTuple):
-    """q, k, v, and the upstream gradients of out and, in some cases, of the lse."""
+    """q, k, v, the upstream gradients of out and, in some cases, of the lse, and the attn_mask that some have."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
     dlse: Tensor | None
+    attn_mask: Tensor | None = None
 
 
 def tensors(case: Case, seq_len: int, dtype: torch.dtype, device: torch.device) -> Tensors:
@@ -87,7 +105,9 @@ def tensors(case: Case, seq_len: int, dtype: torch.dtype, device: torch.device) 
 
     d, v = case.head_dim, case.value_dim
     q, k, value, dout = make(Q_HEADS, d), make(KV_HEADS, d), make(KV_HEADS, v), make(Q_HEADS, v)
-    return Tensors(q, k, value, dout, make(Q_HEADS) if case.through_lse else None)
+    given = None if case.attn_mask is None else case.attn_mask(seq_len).to(device)
+    attn_mask = given.to(dtype) if given is not None and given.is_floating_point() else given
+    return Tensors(q, k, value, dout, make(Q_HEADS) if case.through_lse else None, attn_mask)
 
 
 def graded(given: Tensors, attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -111,14 +131,20 @@ class Expected(NamedTuple):
 def expected(case: Case, given: Tensors) -> Expected:
     mask = case.mask(given.q.shape[2])
     at = torch.arange(given.q.shape[2], device=given.q.device)
-    allowed = mask.dense(at, at, batch=BATCH, heads=Q_HEADS)
-    exact = graded(given, lambda q, k, v: reference_attention(q, k, v, mask=allowed))
+    allowed, bias = mask.dense(at, at, batch=BATCH, heads=Q_HEADS), None
+    exact = graded(given, lambda q, k, v: reference_attention(q, k, v, mask=allowed, attn_mask=given.attn_mask))
+    if given.attn_mask is not None and given.attn_mask.dtype == torch.bool:
+        allowed = allowed & given.attn_mask
+    elif given.attn_mask is not None:
+        low = given.attn_mask == -torch.inf
+        allowed, bias = allowed & ~low, given.attn_mask.float().masked_fill(low, 0.0)
     # A row that attends to nothing attends to everything here, and no gradient comes of it.
     dead = ~allowed.any(-1, keepdim=True).expand(*given.q.shape[:3], 1)
     seen = allowed | ~allowed.any(-1, keepdim=True)
     dlse = None if given.dlse is None else given.dlse.masked_fill(dead[..., 0], 0.0)
     masked = given._replace(dout=given.dout.masked_fill(dead, 0.0), dlse=dlse)
-    one = graded(masked, partial(rounded, seen=seen) if case.through_lse else partial(_sdpa, mask=mask, seen=seen))
+    one_call = partial(rounded, seen=seen, bias=bias) if case.through_lse else partial(_sdpa, mask=mask, seen=seen)
+    one = graded(masked, one_call)
     return Expected(exact, one | {"out": one["out"].masked_fill(dead, 0.0)})
 
 
@@ -244,7 +270,7 @@ class Exactness:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             results = in_process(
                 q, k, v, world_size=world_size, mask=case.mask(self._seq_len), mode=mode, kernel=self._kernel,
-                ulysses_degree=2 if mode == "usp" else None, return_lse=case.through_lse,
+                ulysses_degree=2 if mode == "usp" else None, attn_mask=given.attn_mask, return_lse=case.through_lse,
             )  # fmt: skip
             return results if isinstance(results, tuple) else (results, results.new_empty(0))
 

@@ -24,8 +24,8 @@ class Problem:
     needs_band: whether calls may have two edges, or one that is not causal.
     needs_lse_grad: whether a gradient through the lse may come.
     explicit: whether calls come with masks of any pairs, written out or as functions.
-    alibi: whether calls come with slopes of ALiBi. attn_mask: whether with what an `attn_mask` adds. dropout: whether
-        with dropout.
+    alibi: whether calls come with slopes of ALiBi. attn_mask: the dtype of an `attn_mask`, if they come with what it
+        adds, else None. dropout: whether with dropout.
     softcap: scaled scores become ``softcap * tanh(score / softcap)`` before they are masked; None leaves them.
     deterministic: whether a kernel whose bits vary from run to run must refuse; by default, what torch was told.
     """
@@ -43,7 +43,7 @@ class Problem:
     softcap: float | None = None
     explicit: bool = False
     alibi: bool = False
-    attn_mask: bool = False
+    attn_mask: torch.dtype | None = None
     dropout: bool = False
     deterministic: bool = field(default_factory=_must_be_deterministic)
 
@@ -60,7 +60,7 @@ def problem_of(
     explicit: bool = False,
     *,
     alibi: bool = False,
-    attn_mask: bool = False,
+    attn_mask: Tensor | None = None,
     dropout: bool = False,
 ) -> Problem:
     """The problem that these tensors pose."""
@@ -78,7 +78,7 @@ def problem_of(
         softcap=softcap,
         explicit=explicit,
         alibi=alibi,
-        attn_mask=attn_mask,
+        attn_mask=None if attn_mask is None else attn_mask.dtype,
         dropout=dropout,
     )
 

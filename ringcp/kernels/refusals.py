@@ -48,7 +48,7 @@ def shared(
         reasons.append("no softcap")
     if problem.alibi and not alibi:
         reasons.append("no ALiBi slopes")
-    if problem.attn_mask and not attn_mask:
+    if problem.attn_mask is not None and not attn_mask:
         reasons.append("no attn_mask")
     if problem.dropout:
         reasons.append("no dropout")

@@ -154,7 +154,7 @@ def _described(problem: Problem) -> str:
         (problem.explicit, "explicit masks (Predicate)"),
         (problem.softcap is not None, "a softcap"),
         (problem.alibi, "ALiBi slopes"),
-        (problem.attn_mask, "an attn_mask"),
+        (problem.attn_mask is not None, "an attn_mask"),
         (problem.dropout, "dropout"),
         (problem.needs_grad, "gradients"),
         (problem.needs_grad and problem.needs_lse_grad, "a gradient through the lse"),

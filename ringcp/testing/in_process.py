@@ -8,28 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringcp.agreement import Told
+from ringcp.attn_mask import as_BHMN, mask_refusal, reading_of
 from ringcp.checks import (
-    alibi_problem,
     check_layout,
     check_mask,
     check_mode,
     check_save,
     check_tensors,
     default_scale,
-    dropout_problem,
-    mask_problem,
     refuse_create_graph,
-    scale_problem,
-    softcap_problem,
 )
-from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
+from ringcp.errors import LayoutError, UnsupportedError
 from ringcp.executor import drive_all
+from ringcp.grouped import Grid, grouped
 from ringcp.kernels.base import problem_of
 from ringcp.kernels.registry import choose
 from ringcp.layout import Layout, layout_named
 from ringcp.mask import Full, Mask
 from ringcp.modes import resolve_mode
-from ringcp.options import as_sdpa_casts, draw_seed, sinks_problem
+from ringcp.options import Options, Refusal, as_sdpa_casts, draw_seed, refusal_of
 from ringcp.runs import Run, make_run, sizes_of
 from ringcp.schedule import Heads
 from ringcp.sinks import fold_sinks
@@ -54,6 +52,7 @@ def in_process(
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     sinks: Tensor | None = None,
     return_lse: bool = False,
@@ -64,6 +63,9 @@ def in_process(
         q: (B, Hq, S, D); k: (B, Hkv, S, D); v: (B, Hkv, S, Dv): the whole sequence, on a CPU or one GPU.
         world_size, mask, layout, kv_layout, mode, ulysses_degree, gather_memory, save, kernel, scale, softcap,
             alibi_slopes, dropout_p, sinks, return_lse: as in `ringcp.attention`.
+        attn_mask: (B | 1, Hq | 1, S | 1, S | 1), or less dims in front, of all rows and keys in their order: beside
+            `mask`, as that of a call in a `ringcp.context_parallel`. Each rank is given its rows of it; that ranks
+            fetch what others hold of it is left out here.
 
     Returns:
         out (B, Hq, S, Dv) in the order of the sequence, and with `return_lse` lse (B, Hq, S). Differentiable once.
@@ -72,21 +74,32 @@ def in_process(
         ArgumentError, LayoutError: tensors that do not fit each other or the layout.
         UnsupportedError: for an unknown mode, one that does not fit the ranks, or if no kernel can do it.
     """
-    check_mode(mode, ulysses_degree, world_size)
-    check_save(save)
+    options = Options(
+        mask=mask,
+        layout=layout,
+        kv_layout=kv_layout,
+        mode=mode,
+        ulysses_degree=ulysses_degree,
+        gather_memory=gather_memory,
+        save=save,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        kernel=kernel,
+        sinks=sinks,
+    )
+    _check(refusal_of(q, k, v, options))
     q, k, v = as_sdpa_casts(q, k, v)
     cross = kv_layout is not None
     check_tensors(q, k, v, cross)
-    wrong = mask_problem(mask) or scale_problem(scale) or softcap_problem(softcap) or sinks_problem(q, sinks)
-    wrong = wrong or alibi_problem(alibi_slopes, q) or dropout_problem(dropout_p)
-    if wrong:
-        raise ArgumentError(wrong)
-    if cross and alibi_slopes is not None:
-        raise UnsupportedError("alibi_slopes: expected None in cross-attention (kv_layout=), got some; leave them out")
+    check_mode(mode, ulysses_degree, world_size)
+    check_save(save)
     full = Full() if mask is None else mask
     q_layout = _sized("layout", layout, q.shape[2], world_size)
     k_layout = _sized("kv_layout", kv_layout, k.shape[2], world_size) if kv_layout is not None else q_layout
     check_mask(full, q, q_layout, k_layout if cross else None)
+    added = None if attn_mask is None else _whole_mask(attn_mask, q, k, q_layout, k_layout)
     heads = Heads(q.shape[1], k.shape[1])
     chosen = resolve_mode(
         mode, ulysses_degree, heads.q, heads.kv, q.shape[2], world_size, world_size, full, q.device.type
@@ -96,18 +109,20 @@ def in_process(
     needs_lse = return_lse or sinks is not None
     needs = full.superset.needs_band, needs_grad, needs_grad and needs_lse
     more = {"alibi": alibi_slopes is not None, "dropout": dropout_p > 0}
-    chosen_kernel = choose(kernel, problem_of(q, k, v, factor, softcap, *needs, full.explicit, **more))
+    problem = problem_of(q, k, v, factor, softcap, *needs, full.explicit, attn_mask=added, **more)
+    chosen_kernel = choose(kernel, problem)
     seed = int(draw_seed()) if dropout_p else 0
-    extras = Extras(None if alibi_slopes is None else alibi_slopes.to(q.device), dropout_p, seed)
-
+    slopes = None if alibi_slopes is None else alibi_slopes.to(q.device)
     sizes = sizes_of(k, v, k.shape[2], gather_memory)
 
     def runs() -> list[Run]:
         transport = InProcess()
         call = chosen, q_layout, k_layout if cross else None, full, heads
         ends = [transport.endpoint(rank) for rank in range(world_size)]
+        masks = [_rows(added, q_layout, chosen.ulysses_degree, rank) for rank in range(world_size)]
+        extras = [Extras(slopes, dropout_p, seed, rows) for rows in masks]
         return [
-            make_run(*call, rank, chosen_kernel, factor, end, sizes, softcap=softcap, extras=extras)
+            make_run(*call, rank, chosen_kernel, factor, end, sizes, softcap=softcap, extras=extras[rank])
             for rank, end in enumerate(ends)
         ]
 
@@ -117,8 +132,33 @@ def in_process(
     return (out, lse) if return_lse else out
 
 
+def _check(refusal: Refusal | None) -> None:
+    if refusal is not None:
+        error, why = refusal
+        raise error(why)
+
+
+def _whole_mask(attn_mask: Tensor, q: Tensor, k: Tensor, layout: Layout, kv_layout: Layout) -> Tensor:
+    """(B | 1, Hq | 1, S | 1, S): as one rank alone would have it."""
+    mask = as_sdpa_casts(attn_mask)[0] if isinstance(attn_mask, Tensor) else attn_mask
+    _check(mask_refusal(mask, q, is_causal=False))
+    mask_BHMN = as_BHMN(mask, q).detach()
+    reading_of([Told(q.shape[2], k.shape[2], 0, False, *mask_BHMN.shape[2:])], layout, kv_layout)
+    return mask_BHMN.expand(*mask_BHMN.shape[:3], k.shape[2])
+
+
+def _rows(mask_BHMN: Tensor | None, layout: Layout, degree: int, rank: int) -> Tensor | None:
+    """Those that a rank computes, in its order: its own, or those of its exchange; or the one for all."""
+    if mask_BHMN is None or mask_BHMN.shape[2] == 1:
+        return mask_BHMN
+    spans = layout.spans(rank)
+    if degree > 1:
+        spans = grouped(layout, degree).spans(Grid(layout.world_size, degree).ring_rank(rank))
+    return mask_BHMN[:, :, [row for span in spans for row in range(*span)]]
+
+
 def _sized(argument: str, layout: Layout | str, seq_len: int, world_size: int) -> Layout:
-    check_layout(layout, world_size)
+    check_layout(layout, world_size, argument)
     sized = layout_named(layout, seq_len, world_size) if isinstance(layout, str) else layout
     if sized.replicated:
         raise UnsupportedError(

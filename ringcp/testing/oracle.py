@@ -17,6 +17,7 @@ def reference_attention(
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the whole sequence by its definition: fp64, every mask written out, differentiable by autograd.
 
@@ -27,6 +28,8 @@ def reference_attention(
         scale: factor on the scores; None is ``D ** -0.5``.
         softcap: C of ``C * tanh(score / C)``, on the scaled scores, before they are masked; None leaves them.
         alibi_slopes: (Hq,) or (B, Hq): ``-slope * |i - j|`` is added to the scaled, capped scores.
+        attn_mask: broadcasts to (B, Hq, S, S): of bool, True where a query attends, beside `mask`; or numbers that are
+            added to the scaled, capped scores, -inf where a query does not attend.
 
     Returns:
         out (B, Hq, S, Dv) and lse (B, Hq, S), fp64. Rows that attend to nothing have out 0 and lse -inf.
@@ -47,6 +50,10 @@ def reference_attention(
         allowed = mask.dense(*at, batch=q.shape[0], heads=q.shape[1])
     else:
         allowed = mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        allowed = allowed & attn_mask
+    elif attn_mask is not None:
+        scores, allowed = scores + attn_mask.double(), allowed & (attn_mask > -torch.inf)
     scores = scores.masked_fill(~allowed, -torch.inf)
     dead = ~allowed.expand(scores.shape).any(-1)
     lse = torch.logsumexp(scores.masked_fill(dead[..., None], 0.0), -1)
