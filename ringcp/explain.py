@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcp.balance import choose_layout
-from ringcp.band import union
+from ringcp.band import length_of, union
 from ringcp.checks import mask_problem, shown
 from ringcp.errors import ArgumentError
 from ringcp.grouped import grouped
@@ -34,6 +34,7 @@ from ringcp.modes import (
     usp_bytes,
 )
 from ringcp.schedule import Heads, Schedule, build
+from ringcp.steps import length
 from ringcp.topology import ring
 
 # In fp64, products of matrices with fewer rows depend on the number of heads.
@@ -284,7 +285,7 @@ def _needed(schedule: Schedule) -> Sequence[int]:
     needed = [0] * schedule.world_size
     for step in schedule.forward:
         assert step.source is not None, "a ring or direct step has one owner"
-        needed[step.source] = sum(b - a for a, b in union(tile.band.k for tile in step.tiles))
+        needed[step.source] = length(union(tile.band.k for tile in step.tiles))
     return needed
 
 
@@ -318,5 +319,5 @@ def _alone_as_together(mask: Mask, seq_len: int, weight: Weight, dtype: torch.dt
     calls = [call for step in whole.forward.steps for call in step.calls]
     if any(not call.fresh for call in calls):
         return False  # merging computes the last elements of a tensor otherwise than those before
-    small = any(min(b - a for a, b in (call.q, call.k)) < _FEW_ROWS for call in calls)
+    small = any(min(map(length_of, (call.q, call.k))) < _FEW_ROWS for call in calls)
     return dtype != torch.float64 or not small
