@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringcp.band import Band, crop, trim
+from ringcp.band import Band, crop
 from ringcp.cutting import Caps, Strips
 from ringcp.kernels import refusals
 from ringcp.kernels.base import Form, Problem
 from ringcp.kernels.operands import additive_mask, attending, padded, shared_width, unit_stride, with_lse_grad
 from ringcp.kernels.pairwise import Alibi, AttnMask
-from ringcp.kernels.windows import form_of
+from ringcp.kernels.windows import band_of, form_of
 
 _aten = torch.ops.aten
 # With rows of any width, the bits of a head's results depend on how many heads it is among: a product whose operands
@@ -188,8 +188,7 @@ def _strips(m: int, n: int, form: Form, extras: _Extras) -> list[Band]:
     """The form as bands of some rows each, whose bias is not too large; none if there is no bias of many rows."""
     if not extras.biases or extras.has_one_row(form):
         return []
-    whole = trim((0, m), (0, n), 1 - n if form.lo is None else form.lo, m - 1 if form.hi is None else form.hi)
-    assert whole is not None, f"{m} x {n} {form} holds no pair"
+    whole = band_of(m, n, form)
     num_rows = max(1, _BIAS_ELEMENTS // (max(bias.planes for bias in extras.biases) * n))
     parts = (crop(whole, (start, min(start + num_rows, m)), whole.k) for start in range(0, m, num_rows))
     return [part for part in parts if part is not None]
