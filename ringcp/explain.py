@@ -15,6 +15,7 @@ from ringcp.checks import mask_problem, shown
 from ringcp.errors import ArgumentError
 from ringcp.grouped import grouped
 from ringcp.groups import GRID, neighbours
+from ringcp.integers import is_int
 from ringcp.kernels.registry import KERNELS
 from ringcp.layout import Contiguous
 from ringcp.lower import plan
@@ -248,7 +249,7 @@ def _device_type(device: object, mesh: DeviceMesh | None) -> str:
 
 
 def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_int(value, least):
         raise ArgumentError(f"{name}: expected an integer of at least {least}, got {shown(value)}; give an int")
 
 

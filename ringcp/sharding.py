@@ -22,6 +22,7 @@ from ringcp.checks import check_layout, mask_problem, refuse_create_graph
 from ringcp.collectives import gather, reduce
 from ringcp.errors import ArgumentError, LayoutError, RingcpError
 from ringcp.groups import GroupState, group_of, state_of
+from ringcp.integers import is_int
 from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
 from ringcp.mask import Mask
 
@@ -168,7 +169,7 @@ def vote(
 def _check_dim(x: Tensor, dim: int) -> None:
     if not isinstance(x, Tensor):
         raise ArgumentError(f"x: expected a tensor, got {type(x).__name__}; pass a tensor with the sequence in dim")
-    if isinstance(dim, bool) or not isinstance(dim, int):
+    if not is_int(dim):
         raise ArgumentError(f"dim: expected an integer, got {dim!r}; give the sequence dim")
     if not -x.ndim <= dim < x.ndim:
         raise LayoutError(f"dim: expected a dim of x with {x.ndim} dims, got {dim}; name the sequence dim")
