@@ -122,7 +122,9 @@ def _run(harness: Harness, mesh: DeviceMesh, args: argparse.Namespace, argv: Seq
     origin = Origin.of(harness.device, f"{start} {shlex.join(argv)}".strip())
     about = f"{origin.device}, torch {origin.torch}, {harness.world_size} ranks x {args.threads} threads"
     console.print(f"{about}, commit {origin.commit or 'unknown'}\n{origin.command}", markup=False, highlight=False)
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    if first:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
+        append_csv(args.csv, [])  # a file with other columns is refused now, not after the first measurement
     names = [(BASELINE, mode) for mode in PROVIDERS[BASELINE].modes]
     names += [(p, mode) for p in args.provider if p != BASELINE for mode in args.mode if mode in PROVIDERS[p].modes]
     effort = Effort(args.rounds, args.warmup, breakdown=args.breakdown)
