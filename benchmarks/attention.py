@@ -129,10 +129,10 @@ def _run(harness: Harness, mesh: DeviceMesh, args: argparse.Namespace, argv: Seq
     names += [(p, mode) for p in args.provider if p != BASELINE for mode in args.mode if mode in PROVIDERS[p].modes]
     effort = Effort(args.rounds, args.warmup, breakdown=args.breakdown)
     results: list[Measured] = []
-    meter = ByWork(console, sum(_weight(case) * len(names) * effort.turns for case in args.cases))
+    meter = ByWork(console, sum(case.flops * len(names) * effort.turns for case in args.cases))
     with meter.progress:
         for case in args.cases:
-            meter.weight = _weight(case)
+            meter.weight = case.flops
             settings = [
                 (name, Setting(case, mesh, mode, args.layout, args.agree, args.ulysses_degree)) for name, mode in names
             ]
@@ -145,11 +145,6 @@ def _run(harness: Harness, mesh: DeviceMesh, args: argparse.Namespace, argv: Seq
     if args.breakdown:
         print_breakdown(console, results)
     console.print(f"appended to: {args.csv}", markup=False, highlight=False)
-
-
-def _weight(case: Case) -> int:
-    """What a call takes, for the time left; no unit."""
-    return case.batch * case.heads * case.head_dim * case.pairs
 
 
 if __name__ == "__main__":
