@@ -113,7 +113,9 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
     group = group_of(mesh)
     state = state_of(group)
     layout = _resolved(layout, group)
-    lengths = _gather_vote(x, state, dim, f"unshard; layout={layout!r}", lambda: check_layout(layout, state.world_size))
+    lengths = _gather_vote(
+        x, state, dim, f"call=unshard; layout={layout!r}", lambda: check_layout(layout, state.world_size)
+    )
     lay = _sized(layout, sum(lengths), state.world_size)
     wrong = {r: n for r, n in enumerate(lengths) if n != lay.local_len(r)}
     if wrong:
@@ -136,23 +138,23 @@ def all_gather(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     """
     group = group_of(mesh)
     state = state_of(group)
-    lengths = _gather_vote(x, state, dim, "all_gather", lambda: None)
+    lengths = _gather_vote(x, state, dim, "call=all_gather", lambda: None)
     return torch.cat(_gathered(x, group, state, lengths, dim), dim)
 
 
-def _gather_vote(x: Tensor, state: GroupState, dim: int, call: str, check: Callable[[], None]) -> list[int]:
+def _gather_vote(x: Tensor, state: GroupState, dim: int, words: str, check: Callable[[], None]) -> list[int]:
+    """Every rank's length in `dim`. words: what of the call, beside x, is the same on every rank."""
     refusal: RingcpError | None = None
     try:
         _check_dim(x, dim)
         check()
     except RingcpError as error:
         refusal = error
-
     if refusal is not None:
         return vote(state, "", 0, refusal)
     rest = [n for i, n in enumerate(x.shape) if i != dim % x.ndim]
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    words = f"call={call}; x={rest} beside dim {dim % x.ndim}; dtype={x.dtype}; requires_grad={needs_grad}"
+    words = f"{words}; x={rest} beside dim {dim % x.ndim}; dtype={x.dtype}; requires_grad={needs_grad}"
     return vote(state, words, x.shape[dim], None)
 
 
