@@ -12,7 +12,7 @@ committed is in benchmarks/results, written there by `--out benchmarks/results`;
 | `make parity`, `python -m benchmarks.parity` | build/parity: parity.csv, parity.md, parity.png, written anew |
 | `benchmarks/gpu_check.py` | build/gpu: gpu_check.json, written anew |
 | `make bench-peers`, `python -m benchmarks.peers.bench` | build/peers: peers.csv |
-| `benchmarks/attention.py` | nothing, or the file that `--csv` names (modes.csv, cpu-2-ranks.csv) |
+| `benchmarks/attention.py` | build/attention: attention.csv; another file by `--csv` (modes.csv, cpu-2-ranks.csv) |
 
 Beside each number stands where it comes from: `origin.py`.
 """

@@ -10,8 +10,9 @@ one that is wrong, or refuses the case, is reported, not timed. `benchmarks/benc
 CUDA the same runs on NCCL, one device a rank, and the percentages are of the baseline's one device times the number of
 devices.
 
-`--csv FILE` appends to FILE, `--breakdown` adds what `ringcp.record()` sees, `--smoke` only tries whether all of it
-works. Nothing else should run on the machine. Needs rich (`pip install ringcp[dev]`).
+The results are appended to build/attention/attention.csv, or to the FILE of `--csv FILE`. `--breakdown` adds what
+`ringcp.record()` sees, `--smoke` only tries whether all of it works. Nothing else should run on the machine. Needs rich
+(`pip install ringcp[dev]`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from benchmarks.rows import append_csv
 from benchmarks.runner import Effort, Job, ranks, run_case
 from ringcp.layout import LAYOUT_NAMES
 
+_FOLDER = Path("build/attention")
 _SMOKE_LEN = 128
 
 
@@ -79,9 +81,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="of each rank; the baseline has the sum, up to the cores",
     )
     add("--breakdown", action="store_true", help="tiles, bytes, computing and waiting, by direction")
-    add("--csv", type=Path, help="file to append the results to")
+    add("--csv", type=Path, help=f"file to append the results to ({_FOLDER}/attention.csv)")
     add("--smoke", action="store_true", help=f"at most {_SMOKE_LEN} tokens and one round")
     args = parser.parse_args(argv)
+    args.csv = args.csv or _FOLDER / ("attention-smoke.csv" if args.smoke else "attention.csv")
     if args.smoke:
         args.seq_len = sorted({min(n, _SMOKE_LEN) for n in args.seq_len})
         args.rounds, args.warmup = 1, 0
@@ -119,30 +122,29 @@ def _run(harness: Harness, mesh: DeviceMesh, args: argparse.Namespace, argv: Seq
     origin = Origin.of(harness.device, f"{start} {shlex.join(argv)}".strip())
     about = f"{origin.device}, torch {origin.torch}, {harness.world_size} ranks x {args.threads} threads"
     console.print(f"{about}, commit {origin.commit or 'unknown'}\n{origin.command}", markup=False, highlight=False)
+    if first:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
+        append_csv(args.csv, [])  # a file with other columns is refused now, not after the first measurement
     names = [(BASELINE, mode) for mode in PROVIDERS[BASELINE].modes]
     names += [(p, mode) for p in args.provider if p != BASELINE for mode in args.mode if mode in PROVIDERS[p].modes]
     effort = Effort(args.rounds, args.warmup, breakdown=args.breakdown)
     results: list[Measured] = []
-    meter = ByWork(console, sum(_weight(case) * len(names) * effort.turns for case in args.cases))
+    meter = ByWork(console, sum(case.flops * len(names) * effort.turns for case in args.cases))
     with meter.progress:
         for case in args.cases:
-            meter.weight = _weight(case)
+            meter.weight = case.flops
             settings = [
                 (name, Setting(case, mesh, mode, args.layout, args.agree, args.ulysses_degree)) for name, mode in names
             ]
             measured = run_case(harness, Job(settings), effort, meter)
-            if first and args.csv:
+            if first:
                 rows = [row for result in measured for row in result.rows(origin, harness.threads_of(result.provider))]
                 append_csv(args.csv, rows)
             results += measured
     print_table(console, results, world_size=harness.world_size, baseline_threads=harness.baseline_threads)
     if args.breakdown:
         print_breakdown(console, results)
-
-
-def _weight(case: Case) -> int:
-    """What a call takes, for the time left; no unit."""
-    return case.batch * case.heads * case.head_dim * case.pairs
+    console.print(f"appended to: {args.csv}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -40,17 +40,17 @@ class Vote(NamedTuple):
 
     signature: int
     call: int
-    local_len: int
-    local_kv_len: int
-    seed: int
-    keep: int
-    mask_rows: int
-    mask_keys: int
-    refused: int
+    told: Told
+    refused: bool
 
     @property
-    def told(self) -> Told:
-        return Told(self.local_len, self.local_kv_len, self.seed, bool(self.keep), self.mask_rows, self.mask_keys)
+    def spec(self) -> Tensor:
+        return host_int64([self.signature, self.call, *self.told, self.refused])
+
+    @classmethod
+    def decoded(cls, spec: Tensor) -> Vote:
+        signature, call, *told, refused = spec.tolist()
+        return cls(signature, call, Told(*told), bool(refused))
 
 
 def signature(description: str) -> int:
@@ -88,10 +88,10 @@ def agree(
         if refusal is not None:
             raise refusal
         return [told]
-    mine = Vote(signature(words), call, *told, refusal is not None)
+    mine = Vote(signature(words), call, told, refusal is not None)
     try:
-        received = state.channel.exchange(host_int64(mine), _VOTE_TAG, timeout)
-        votes = [Vote(*vote.tolist()) for vote in received]
+        received = state.channel.exchange(mine.spec, _VOTE_TAG, timeout)
+        votes = [Vote.decoded(spec) for spec in received]
         if not any(vote.refused for vote in votes) and len({vote[:2] for vote in votes}) == 1:
             return [vote.told for vote in votes]
         said = _exchange_words(state.channel, str(refusal) if refusal is not None else words, timeout)

@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 
 from ringcp.band import Range, count, merge_all, union
 from ringcp.errors import ArgumentError, LayoutError
+from ringcp.integers import is_int
 from ringcp.layout import DEALT, Contiguous, HeadTail, Layout, Span, chunks
 from ringcp.mask import Full, Mask
 
@@ -74,7 +75,7 @@ def Balanced(seq_len: int, world_size: int, mask: Mask, *, chunk: int | None = N
         share = max(2, seq_len // world_size)  # a chunk has at least one token, if there are that many
         most = min(_MOST_CHUNKS, 1 << share.bit_length() - 1)
         per_rank = min(_CHUNKS, most)
-    elif isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+    elif not is_int(chunk, 1):
         raise ArgumentError(f"chunk: expected a number of tokens of at least 1, or None, got {chunk!r}; give an int")
     else:
         per_rank = most = max(2, 1 << (-(-seq_len // (world_size * chunk)) - 1).bit_length())

@@ -18,6 +18,7 @@ from ringcp.band import Range
 from ringcp.lower import Call, PlanStep, Region
 from ringcp.merge import accumulator_dtype
 from ringcp.schedule import Message
+from ringcp.steps import length
 
 
 def part(x: Tensor, batch: Range | None, heads: Range | None, rows: Range) -> Tensor:
@@ -92,7 +93,7 @@ class Blocks:
         return self._k.new_empty(block_size(self._k, self._v, num_rows))
 
     def _pack(self, buffer: Tensor, rows: tuple[Range, ...]) -> Tensor:
-        num_rows = sum(stop - start for start, stop in rows)
+        num_rows = length(rows)
         k, v = block_views(buffer, self._k, self._v, num_rows)
         at = 0
         for start, stop in rows:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringcp.agreement import Told, agree, signature, slopes_text
 from ringcp.ambient import ambience, ambient, layout_around
+from ringcp.arguments import Arguments, BackwardArguments, Facts, Result
 from ringcp.attn_mask import Fetching, Reading, mask_text, reading_of, whole_mask
 from ringcp.checks import (
     check_agree,
@@ -43,111 +44,6 @@ PLAN_VERSION = 4
 """Ranks with other plans or messages for the same call have another number."""
 
 _log = logging.getLogger(__name__)
-
-
-class Arguments(NamedTuple):
-    """Those of `ringcp::attention`, by name: see there."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    layout_spec: Tensor
-    kv_layout_spec: Tensor | None
-    mask_spec: Tensor
-    alibi_slopes: Tensor | None
-    attn_mask: Tensor | None
-    dropout_seed: Tensor | None
-    group_name: str
-    mode: str
-    ulysses_degree: int | None
-    gather_memory: int | None
-    kernel: str
-    scale: float | None
-    softcap: float | None
-    dropout_p: float
-    seq_len: int | None
-    agree_when: str
-    timeout: float | None
-    needs_grad: bool
-    needs_lse_grad: bool
-    save: str
-    keep: bool
-    also: str
-    refused: str
-
-    @property
-    def votes(self) -> bool:
-        """Whether the ranks vote on it: if that is asked for, or only so a length, a seed or a shape is known."""
-        unknown = _length_in(self.layout_spec) == UNSIZED and self.seq_len is None
-        if self.kv_layout_spec is not None:
-            unknown = unknown or _length_in(self.kv_layout_spec) == UNSIZED
-        return self.agree_when != "context" or unknown or self.dropout_p > 0 or self.attn_mask is not None
-
-
-class BackwardArguments(NamedTuple):
-    """Those of `ringcp::attention_backward`, by name: see there."""
-
-    dout: Tensor
-    dlse: Tensor | None
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    out: Tensor | None
-    lse: Tensor | None
-    kept: Tensor
-    layout_spec: Tensor
-    kv_layout_spec: Tensor | None
-    mask_spec: Tensor
-    alibi_slopes: Tensor | None
-    attn_mask: Tensor | None
-    facts: Tensor
-    kv_heads: int
-    kv_rows: int
-    head_dim: int
-    group_name: str
-    gather_memory: int | None
-    scale: float | None
-    softcap: float | None
-    dropout_p: float
-    timeout: float | None
-
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v; where they are not saved, stand-ins of their shapes and dtypes."""
-        if self.q is not None and self.k is not None and self.v is not None:
-            return self.q, self.k, self.v
-        batch, q_heads, rows, value_dim = self.dout.shape
-        of_kv = batch, self.kv_heads, self.kv_rows
-        shapes = (batch, q_heads, rows, self.head_dim), (*of_kv, self.head_dim), (*of_kv, value_dim)
-        q, k, v = (self.dout.new_empty(()).expand(shape) for shape in shapes)
-        return q, k, v
-
-
-class Facts(NamedTuple):
-    """What backward has to know of a call.
-
-    kernel, mode, reading: codes, the last of how attn_mask is read. seed: of dropout, the one that rank 0 drew.
-    keeps: whether an exchange has kept what it brought.
-    """
-
-    seq_len: int
-    kv_len: int
-    call: int
-    kernel: int
-    fingerprint: int
-    mode: int
-    degree: int
-    seed: int
-    keeps: bool
-    reading: int
-
-
-class Result(NamedTuple):
-    """out in any floating dtype and lse, of the local rows; and what an exchange keeps. None if there is nothing."""
-
-    out: Tensor
-    lse: Tensor
-    kept: Tensor | None
 
 
 class _Layouts(NamedTuple):
@@ -367,10 +263,6 @@ def _run(
 
 def _scale(a: Arguments | BackwardArguments, q: Tensor) -> float:
     return default_scale(q) if a.scale is None else a.scale
-
-
-def _length_in(layout_spec: Tensor) -> int:
-    return int(layout_spec[1])
 
 
 def _sized(spec: Tensor, known: int | None, lengths: Sequence[int], state: GroupState) -> Layout:

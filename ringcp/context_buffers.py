@@ -14,6 +14,7 @@ from ringcp.active import sessions
 from ringcp.balance import choose_layout
 from ringcp.checks import shown
 from ringcp.errors import ArgumentError, LayoutError, UnsupportedError
+from ringcp.integers import is_int
 from ringcp.layout import Layout, layout_named
 from ringcp.mask import Mask
 
@@ -83,7 +84,7 @@ def _check_buffer(x: object, dim: object, name: str, restore: bool) -> None:
             f"{name}: expected a plain dense tensor, got {type(x).__name__} with layout {x.layout}; "
             "pass what it holds, or use ringcp.shard"
         )
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+    if not is_int(dim) or not -x.ndim <= dim < x.ndim:
         raise LayoutError(
             f"buffer_seq_dims: expected a dim of {name} with {x.ndim} dims, got {dim!r}; name its sequence dim"
         )

@@ -184,7 +184,7 @@ def _to_heads(
         for field, packed in zip(fields, box.parts, strict=True):
             packed.copy_(_heads(field.x, field.heads(exchange, place)))
     coming = {place: _box(exchange, fields, heads_of=me, rows_of=place) for place in exchange.others}
-    whole = [*into] if into is not None else [_whole(exchange, field) for field in fields]
+    whole = [*into] if into is not None else [field.empty(*exchange.whole(field.of)) for field in fields]
 
     def put(place: int, boxed: Sequence[Tensor]) -> None:
         for x, field, packed in zip(whole, fields, boxed, strict=True):
@@ -297,12 +297,6 @@ def _swap(
         pending = None  # what has left is free now
 
     return arrived
-
-
-def _whole(exchange: Exchange, field: _Field) -> Tensor:
-    """Empty, for all rows of the ring rank and this rank's heads."""
-    num_rows = sum(field.num_rows(exchange, place) for place in range(len(exchange.shares)))
-    return field.empty(length_of(field.heads(exchange, exchange.place)), num_rows)
 
 
 class _Box(NamedTuple):

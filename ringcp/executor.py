@@ -45,7 +45,7 @@ from ringcp.steps import Kind, Step, owner_words
 from ringcp.transport import Delivery, Parcel, Pending, Transport
 from ringcp.written import Written, WrittenStep
 
-Run = Generator[Pending, None, Any]
+Driven = Generator[Pending, None, Any]
 
 
 class _Stores(NamedTuple):
@@ -80,7 +80,7 @@ class Job(NamedTuple):
     written: Written | None = None
 
 
-def drive(run: Run) -> Any:
+def drive(run: Driven) -> Any:
     """Run one rank, waiting for its transfers."""
     try:
         while True:
@@ -89,7 +89,7 @@ def drive(run: Run) -> Any:
         return stop.value
 
 
-def drive_all(runs: Sequence[Run]) -> list[Any]:
+def drive_all(runs: Sequence[Driven]) -> list[Any]:
     """Run all ranks of one process in turn: each goes on when its messages have come.
 
     Raises:

@@ -10,11 +10,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcp.balance import choose_layout
-from ringcp.band import union
+from ringcp.band import length_of, union
 from ringcp.checks import mask_problem, shown
 from ringcp.errors import ArgumentError
 from ringcp.grouped import grouped
 from ringcp.groups import GRID, neighbours
+from ringcp.integers import is_int
 from ringcp.kernels.registry import KERNELS
 from ringcp.layout import Contiguous
 from ringcp.lower import plan
@@ -34,6 +35,7 @@ from ringcp.modes import (
     usp_bytes,
 )
 from ringcp.schedule import Heads, Schedule, build
+from ringcp.steps import length
 from ringcp.topology import ring
 
 # In fp64, products of matrices with fewer rows depend on the number of heads.
@@ -247,7 +249,7 @@ def _device_type(device: object, mesh: DeviceMesh | None) -> str:
 
 
 def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_int(value, least):
         raise ArgumentError(f"{name}: expected an integer of at least {least}, got {shown(value)}; give an int")
 
 
@@ -284,7 +286,7 @@ def _needed(schedule: Schedule) -> Sequence[int]:
     needed = [0] * schedule.world_size
     for step in schedule.forward:
         assert step.source is not None, "a ring or direct step has one owner"
-        needed[step.source] = sum(b - a for a, b in union(tile.band.k for tile in step.tiles))
+        needed[step.source] = length(union(tile.band.k for tile in step.tiles))
     return needed
 
 
@@ -318,5 +320,5 @@ def _alone_as_together(mask: Mask, seq_len: int, weight: Weight, dtype: torch.dt
     calls = [call for step in whole.forward.steps for call in step.calls]
     if any(not call.fresh for call in calls):
         return False  # merging computes the last elements of a tensor otherwise than those before
-    small = any(min(b - a for a, b in (call.q, call.k)) < _FEW_ROWS for call in calls)
+    small = any(min(map(length_of, (call.q, call.k))) < _FEW_ROWS for call in calls)
     return dtype != torch.float64 or not small

@@ -14,10 +14,10 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from ringcp.band import Range, count, full, union
-from ringcp.layout import Span
+from ringcp.band import Range, count, full, length_of, union
+from ringcp.layout import Span, joined
 from ringcp.needs import Pairs, Placing, placed, positions_of, within
-from ringcp.steps import Heads, Message, Step, Tile, for_heads, joined, length, message
+from ringcp.steps import Heads, Message, Step, Tile, for_heads, length, message
 from ringcp.topology import Topology
 
 
@@ -112,7 +112,7 @@ def _by_position(pairs: Pairs, tiles: tuple[Tile, ...]) -> _Block:
 def _found(layout: Placing, owner: int, needed: tuple[Range, ...]) -> tuple[tuple[Range, ...], tuple[Span, ...]]:
     """The rows of `owner` with positions in `needed`, and where these lie among all that are needed."""
     rows, places = [], []
-    before = list(accumulate((stop - start for start, stop in needed), initial=0))
+    before = list(accumulate(map(length_of, needed), initial=0))
     stops = [stop for _, stop in needed]
     for at, (first, last, step) in placed(layout, owner):
         for n in range(bisect_right(stops, first), len(needed)):

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ringcp.band import Range
+from ringcp.band import Range, length_of
 from ringcp.layout import Layout, Span, joined
 
 
@@ -52,7 +52,7 @@ class Placed(NamedTuple):
 
     @property
     def block_rows(self) -> slice:
-        return slice(self.start, self.start + (self.rows[1] - self.rows[0] - 1) * self.step + 1, self.step)
+        return slice(self.start, self.start + (length_of(self.rows) - 1) * self.step + 1, self.step)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ringcp.errors import LayoutError
+from ringcp.integers import is_int
 from ringcp.spec import host_int64
 
 _PRINTED_RANKS = 16
@@ -93,7 +94,7 @@ class Layout:
 
     def __init__(self, code: int, seq_len: int, world_size: int, owners: tuple[int, ...] = ()) -> None:
         for name, value, least in (("seq_len", seq_len, 0), ("world_size", world_size, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_int(value, least):
                 raise LayoutError(f"{name}: expected an integer of at least {least}, got {value!r}; give an int")
         self.seq_len = seq_len
         self.world_size = world_size
@@ -261,7 +262,7 @@ class _Joint(Layout):
     """See `Joint`."""
 
     def __init__(self, replicated: int, rest: Layout) -> None:
-        if isinstance(replicated, bool) or not isinstance(replicated, int) or replicated < 0:
+        if not is_int(replicated, 0):
             raise LayoutError(f"replicated: expected a number of tokens of at least 0, got {replicated!r}; give an int")
         if not isinstance(rest, Layout) or isinstance(rest, _Joint):
             raise LayoutError(

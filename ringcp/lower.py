@@ -15,7 +15,7 @@ from itertools import groupby, pairwise, product
 from operator import itemgetter
 from typing import NamedTuple
 
-from ringcp.band import Band, Range, merge_all
+from ringcp.band import Band, Range, length_of, merge_all
 from ringcp.cutting import Caps, Strips, cut, takes
 from ringcp.mask import Pieces
 from ringcp.needs import Placing
@@ -155,15 +155,15 @@ def lower(schedule: Schedule, caps: Caps) -> Plan:
 
 
 def _lowered(schedule: Schedule, steps: tuple[Step, ...], caps: Caps, strips: Strips) -> Pass:
-    written = _Written(schedule.num_rows, [tile for step in steps for tile in step.tiles])
+    started = _Started(schedule.num_rows, [tile for step in steps for tile in step.tiles])
     lowered = []
     for step in steps:
         calls = [_call(part, where) for band, where in _joined(step.tiles, caps) for part in cut(band, caps, strips)]
-        launches = tuple(_launch(cells, written) for cells in _alike(calls, caps))
+        launches = tuple(_launch(cells, started) for cells in _alike(calls, caps))
         own = step.source == schedule.rank
         moves = step.sends, step.recvs, step.kept
         lowered.append(PlanStep(step.source, own, step.num_rows, launches, *moves, step.kv_heads))
-    return Pass(tuple(lowered), written.unstarted())
+    return Pass(tuple(lowered), started.unstarted())
 
 
 _Where = tuple[Range | None, Range | None, Range | None]
@@ -198,15 +198,15 @@ def _alike(calls: list[Call], caps: Caps) -> list[_Cells]:
     found: list[_Cells] = []
     like: dict[tuple[object, ...], list[_Open]] = {}
     for call in calls:
-        m, n = call.q[1] - call.q[0], call.k[1] - call.k[0]
+        m, n = length_of(call.q), length_of(call.k)
         # A window with more rows than keys stays alone: FlashAttention 2 misreads some (see `ringcp.kernels.windows`).
         if not caps.varlen or (call.form != Form() and m > n):
             found.append({call.batch: [call]})
             continue
         kind = like.setdefault((call.form.from_the_end(m, n), call.q_heads, call.kv_heads), [])
-        if not any(launch.takes(call) for launch in kind):
+        if not any(launch.add(call) for launch in kind):
             kind.append(_Open({}, {}))
-            kind[-1].takes(call)
+            kind[-1].add(call)
             found.append(kind[-1].cells)
     return found
 
@@ -217,8 +217,10 @@ class _Open(NamedTuple):
     cells: _Cells
     taken: dict[Range | None, tuple[list[Range], list[Range]]]
 
-    def takes(self, call: Call) -> bool:
-        """Add a call if it shares nothing with the others: what is packed is never more than q and the block."""
+    def add(self, call: Call) -> bool:
+        """Take a call that shares nothing with the others; whether it does. So what is packed is never more than q and
+        the block.
+        """
         batch = call.batch
         if batch not in self.cells:
             if any(_overlap(batch, other) for other in self.cells):
@@ -243,11 +245,11 @@ def _is_free(taken: list[Range], wanted: Range) -> bool:
     return (at == 0 or taken[at - 1][1] <= wanted[0]) and (at == len(taken) or wanted[1] <= taken[at][0])
 
 
-def _launch(cells: _Cells, written: _Written) -> Launch:
+def _launch(cells: _Cells, started: _Started) -> Launch:
     """With what is fresh marked: to be made in the order in which the launches run."""
     made = []
     for of_batch in cells.values():
-        calls = [call._replace(fresh=written.add(call[3:6], call.q)) for call in sorted(of_batch, key=_first_row)]
+        calls = [call._replace(fresh=started.add(call[3:6], call.q)) for call in sorted(of_batch, key=_first_row)]
         rows, keys = calls[:1], calls[:1]
         for call in calls[1:]:
             if rows[-1].q[1] == call.q[0] and rows[-1].fresh == call.fresh:
@@ -266,18 +268,18 @@ def _first_row(call: Call) -> int:
     return call.q[0]
 
 
-class _Written:
-    """Which query rows have been written, apart for each cell of batch rows and heads that some tile tells apart."""
+class _Started:
+    """Which query rows have been written, apart for all batch rows and heads that some tile tells apart."""
 
     def __init__(self, num_rows: int, tiles: list[Tile]) -> None:
-        cells = product(_cells([t.batch for t in tiles]), _cells([t.q_heads for t in tiles]))
-        self._free: dict[tuple[_Cell, _Cell], list[Range]] = {
-            cell: [(0, num_rows)] if num_rows else [] for cell in cells
+        places = product(_stretches([t.batch for t in tiles]), _stretches([t.q_heads for t in tiles]))
+        self._free: dict[tuple[_Stretch, _Stretch], list[Range]] = {
+            place: [(0, num_rows)] if num_rows else [] for place in places
         }
         self._merged_first: list[Region] = []
 
     def add(self, where: _Where, rows: Range) -> bool:
-        """Mark rows as written; whether none of them was, in any cell."""
+        """Mark rows as written; whether none of them was, of any batch row or head."""
         start, stop = rows
         missing = 0
         hits = []
@@ -297,20 +299,22 @@ class _Written:
         return not missing
 
     def unstarted(self) -> tuple[Region, ...]:
-        never = [Region(*cell, rows) for cell, free in self._free.items() for rows in free]
+        never = [Region(*place, rows) for place, free in self._free.items() for rows in free]
         return tuple(never + self._merged_first)
 
 
 _start, _stop = itemgetter(0), itemgetter(1)
 
-_Cell = tuple[int, int | None]
+_Stretch = tuple[int, int | None]
+"""Of batch rows or of heads; a stop of None is the end."""
 
 
-def _cells(ranges: list[Range | None]) -> list[_Cell]:
-    """The axis, cut at every edge of the ranges; the last cell is open."""
+def _stretches(ranges: list[Range | None]) -> list[_Stretch]:
+    """All of them, cut at every edge of the ranges; the last stretch is open."""
     edges = sorted({0}.union(*(r for r in ranges if r is not None)))
     return [*pairwise(edges), (edges[-1], None)]
 
 
-def _inside(cell: _Cell, where: Range | None) -> bool:
-    return where is None or (where[0] <= cell[0] and cell[1] is not None and cell[1] <= where[1])
+def _inside(stretch: _Stretch, where: Range | None) -> bool:
+    start, stop = stretch
+    return where is None or (where[0] <= start and stop is not None and stop <= where[1])

@@ -1,14 +1,14 @@
 """Masks: which pairs of global positions attend. A small algebra, closed under ``&`` and ``|``.
 
 The one question to a mask is `Mask.pieces`: the disjoint bands of one rectangle of the score matrix. The answer is
-as long as the number of pieces, never as the area. What masks are made of is in `mask_nodes.py` and `row_nodes.py`.
+as long as the number of pieces, never as the area. What masks are made of is in `mask_nodes.py` and `row_nodes.py`; how
+the lists of documents and paddings are read, in `mask_entries.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ringcp.band import Band, Range
 from ringcp.errors import ArgumentError
+from ringcp.integers import is_int
 from ringcp.layout import Span
+from ringcp.mask_entries import counts, edges_of_lengths, edges_of_positions, edges_of_sums, items, shared
 from ringcp.mask_mods import MaskMod, named, rectangles
 from ringcp.mask_nodes import AndNode, CausalNode, ChunkedNode, FullNode, OrNode, WindowNode
 from ringcp.mask_spec import decode, encode
@@ -203,7 +205,7 @@ def Window(left: int, right: int = 0) -> Mask:
         ArgumentError: if `left` or `right` is not an integer of at least 0.
     """
     for name, value in (("left", left), ("right", right)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if not is_int(value, 0):
             raise ArgumentError(
                 f"{name}: expected a number of tokens of at least 0, got {value!r}; "
                 "for an unbounded side use Causal() or Full()"
@@ -219,7 +221,7 @@ def Chunked(size: int) -> Mask:
     Raises:
         ArgumentError: if `size` is not an integer of at least 1.
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if not is_int(size, 1):
         raise ArgumentError(f"size: expected a number of tokens of at least 1, got {size!r}; give the chunk's length")
     return Mask(ChunkedNode(size))
 
@@ -232,8 +234,8 @@ def Prefix(n: int | Sequence[int] | Tensor) -> Mask:
     Raises:
         ArgumentError: if a length is not an integer of at least 0.
     """
-    lengths = [_count("n", value) for value in _items("n", n)]
-    return Mask(PrefixNode(_shared(lengths), len(lengths)))
+    lengths = counts("n", items("n", n))
+    return Mask(PrefixNode(shared(lengths), len(lengths)))
 
 
 def Padding(lengths: Sequence[int] | Tensor, *, side: str = "right", seq_len: int | None = None) -> Mask:
@@ -246,13 +248,13 @@ def Padding(lengths: Sequence[int] | Tensor, *, side: str = "right", seq_len: in
     Raises:
         ArgumentError: lengths that are not integers of at least 0, or longer than `seq_len`; another side.
     """
-    given = _items("lengths", lengths)
+    given = items("lengths", lengths)
     if any(isinstance(value, list) for value in given):
         raise ArgumentError(
             "lengths: expected one number of tokens for each batch row, got lists; of an attention mask, pass "
             "mask.sum(-1)"
         )
-    valid = [_count("lengths", value) for value in given]
+    valid = counts("lengths", given)
     if side not in ("right", "left"):
         raise ArgumentError(f'side: expected "right" or "left", got {side!r}; say where the padding is')
     if side == "left" and seq_len is None:
@@ -262,8 +264,8 @@ def Padding(lengths: Sequence[int] | Tensor, *, side: str = "right", seq_len: in
     whole = () if seq_len is None else (seq_len,)
     if side == "left":
         assert seq_len is not None, "checked above"
-        return Mask(PaddingNode(_shared([(seq_len - n, seq_len) for n in valid]), len(valid), whole))
-    return Mask(PaddingNode(_shared([(0, n) for n in valid]), len(valid), whole))
+        return Mask(PaddingNode(shared([(seq_len - n, seq_len) for n in valid]), len(valid), whole))
+    return Mask(PaddingNode(shared([(0, n) for n in valid]), len(valid), whole))
 
 
 def Documents(
@@ -291,12 +293,12 @@ def Documents(
             f"Documents: expected one of lengths, cu_seqlens, position_ids, got {', '.join(names) or 'none'}; give one"
         )
     (name,) = names
-    values = _items(name, given[name])
-    rows = [_items(name, row) for row in values] if values and not isinstance(values[0], int) else [values]
-    counted = [[_count(name, value) for value in row] for row in rows]
-    edges = {"lengths": _edges_of_lengths, "cu_seqlens": _edges_of_sums, "position_ids": _edges_of_positions}[name]
+    values = items(name, given[name])
+    rows = [items(name, row) for row in values] if values and not isinstance(values[0], int) else [values]
+    counted = [counts(name, row) for row in rows]
+    edges = {"lengths": edges_of_lengths, "cu_seqlens": edges_of_sums, "position_ids": edges_of_positions}[name]
     whole = tuple(sorted({len(row) for row in counted})) if name == "position_ids" else ()
-    return Mask(DocumentsNode(_shared([edges(row) for row in counted]), len(counted), whole))
+    return Mask(DocumentsNode(shared([edges(row) for row in counted]), len(counted), whole))
 
 
 def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, name: str | None = None) -> Mask:
@@ -322,7 +324,7 @@ def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, n
         ArgumentError: for what cannot be called, or has no name.
     """
     mod, blocks = named(fn, name), rectangles(fn)
-    return Mask(PredicateNode(mod) if blocks is None else BlockMaskNode(mod, BlocksNode(_shared(blocks))))
+    return Mask(PredicateNode(mod) if blocks is None else BlockMaskNode(mod, BlocksNode(shared(blocks))))
 
 
 def _conjunction(node: Node) -> tuple[MaskMod, ...]:
@@ -330,48 +332,6 @@ def _conjunction(node: Node) -> tuple[MaskMod, ...]:
         sides = [_conjunction(side) for side in (node.a, node.b) if side.mods]
         return tuple(mod for side in sides for mod in side) if all(sides) else ()
     return node.mods if isinstance(node, (PredicateNode, BlockMaskNode)) else ()
-
-
-def _edges_of_lengths(lengths: list[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(accumulate(lengths, initial=0)))
-
-
-def _edges_of_sums(sums: list[int]) -> tuple[int, ...]:
-    if not sums or sums[0] != 0 or sums != sorted(sums):
-        raise ArgumentError(
-            f"cu_seqlens: expected sums that start at 0 and never fall, got {sums}; pass lengths instead"
-        )
-    return tuple(dict.fromkeys(sums))
-
-
-def _edges_of_positions(positions: list[int]) -> tuple[int, ...]:
-    for before, at, position in zip(positions, range(1, len(positions)), positions[1:], strict=False):
-        if position not in (0, before + 1):
-            raise ArgumentError(
-                f"position_ids: expected 0, 1, 2, ... anew in each document, got {position} after {before} at {at}; "
-                "pass lengths or cu_seqlens instead"
-            )
-    first = positions[0] if positions else 0
-    if first != 0:
-        raise ArgumentError(f"position_ids: expected the whole sequence, from 0 on, got {first} first; unshard them")
-    starts = [at for at, position in enumerate(positions) if position == 0]
-    return (*starts, len(positions)) if positions else (0,)
-
-
-def _items(name: str, value: Any) -> list[Any]:
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, int):
-        return [value]
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ArgumentError(f"{name}: expected integers, got {type(value).__name__}; pass a list or a tensor of them")
-    return list(value)
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ArgumentError(f"{name}: expected integers of at least 0, got {value!r}; pass numbers of tokens")
-    return value
 
 
 def uncalled(value: object) -> str:
@@ -384,13 +344,6 @@ def _check_called(other: object) -> None:
     name = uncalled(other)
     if name:
         raise ArgumentError(f"mask: expected a mask on either side, got ringcp.{name}, not called; write {name}(...)")
-
-
-def _shared(per_row: list[Any]) -> tuple[Any, ...]:
-    """Once for all batch rows, if they are all alike."""
-    if not per_row:
-        raise ArgumentError("mask: expected an entry, for all batch rows or for each, got none; give the lengths")
-    return tuple(per_row) if any(entry != per_row[0] for entry in per_row) else (per_row[0],)
 
 
 def decode_mask(words: tuple[int, ...]) -> Mask:

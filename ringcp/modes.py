@@ -7,7 +7,7 @@ all ranks with its s. An exchange of all ranks is "ulysses", of one rank each "r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd
@@ -52,7 +52,7 @@ def in_parts(shares: Sequence[Share], group: int, parts: int) -> list[tuple[Shar
     """At most so many parts, each with some of every rank's KV heads and the query heads of these; those of some ranks
     may be empty. group: query heads of a KV head.
     """
-    num = max(1, min(parts, *(kv[1] - kv[0] for _, kv in shares))) if shares else 1
+    num = max(1, min(parts, *(length_of(kv) for _, kv in shares))) if shares else 1
     return [tuple(_part(share, group, i, num) for share in shares) for i in range(num)]
 
 
@@ -184,7 +184,7 @@ def usp_bytes(
     rows: those of the ring, for each of its ranks; `whole_blocks` for full and causal attention.
     """
     shares = head_shares(weight.q_heads, weight.kv_heads, degree)
-    one_head = rows_bytes(rows, Weight(1, 1, weight.head_dim, weight.itemsize, weight.batch, weight.v_head_dim))
+    one_head = rows_bytes(rows, replace(weight, q_heads=1, kv_heads=1))
     result = []
     for rank, exchanged in enumerate(exchange_bytes(lengths, degree, weight, save)):
         ring, num = one_head[rank // degree], length_of(shares[rank % degree].kv)

@@ -44,6 +44,7 @@ def call_op(
         float(options.dropout_p),
         options.seq_len,
         options.agree,
+        options.votes,
         seconds_of(options.timeout),
         needs_grad,
         needs_grad and needs_lse,

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcp.call import Arguments, BackwardArguments, Facts, attend, differentiate, members
+from ringcp.arguments import Arguments, BackwardArguments, Facts
+from ringcp.call import attend, differentiate, members
 from ringcp.checks import refuse_double_backward
 from ringcp.errors import ArgumentError
 from ringcp.merge import accumulator_dtype
@@ -39,6 +40,7 @@ def attention_op(
     dropout_p: float,
     seq_len: int | None,
     agree_when: str,
+    votes: bool,
     timeout: float | None,
     needs_grad: bool,
     needs_lse_grad: bool,
@@ -50,7 +52,7 @@ def attention_op(
     """out; lse; int64, `Facts` that backward has to know; and uint8 (bytes,), what an exchange keeps."""
     result, facts = attend(Arguments(
         q, k, v, layout_spec, kv_layout_spec, mask_spec, alibi_slopes, attn_mask, dropout_seed, group_name,
-        mode, ulysses_degree, gather_memory, kernel, scale, softcap, dropout_p, seq_len, agree_when, timeout,
+        mode, ulysses_degree, gather_memory, kernel, scale, softcap, dropout_p, seq_len, agree_when, votes, timeout,
         needs_grad, needs_lse_grad, save, keep, also, refused,
     ))  # fmt: skip
     if result is None:

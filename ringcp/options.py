@@ -24,6 +24,7 @@ from ringcp.checks import (
     softcap_problem,
 )
 from ringcp.errors import ArgumentError, KeywordError, LayoutError, RingcpError, UnsupportedError
+from ringcp.integers import is_int
 from ringcp.layout import Layout
 from ringcp.mask import Full, Mask
 
@@ -163,7 +164,7 @@ def options_problem(options: Options) -> str:
     wrong = wrong or alibi_problem(options.alibi_slopes) or dropout_problem(options.dropout_p)
     if wrong:
         return wrong
-    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, (int, torch.SymInt))):
+    if seq_len is not None and not is_int(seq_len) and not isinstance(seq_len, torch.SymInt):
         return f"seq_len: expected an integer or None, got {seq_len!r}; give the length of the whole sequence"
     if isinstance(ulysses_degree, _Contradiction):
         return (
@@ -174,7 +175,7 @@ def options_problem(options: Options) -> str:
         ("ulysses_degree", "a number of ranks", ulysses_degree),
         ("gather_memory", "a number of bytes", options.gather_memory),
     ):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        if number is not None and not is_int(number, 1):
             return f"{name}: expected {what} of at least 1 or None, got {shown(number)}; give an int"
     if timeout is not None:
         seconds = seconds_of(timeout)

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ringcp.band import Range
+from ringcp.band import Range, length_of
 from ringcp.buffers import part
 from ringcp.kernels.base import Kernel
 from ringcp.kernels.packed import Packed, Packing
@@ -99,7 +99,7 @@ def _unpacked(x: Tensor, places: _Places, q: Tensor) -> Iterator[Tensor]:
     start = 0
     for of_cell in places:
         num_batch = _num_batch(of_cell[0][0], q)
-        lengths = [rows[1] - rows[0] for _, _, rows in of_cell]
+        lengths = [length_of(rows) for _, _, rows in of_cell]
         stop = start + num_batch * sum(lengths)
         yield from x[start:stop].unflatten(0, (num_batch, -1)).transpose(1, 2).split(lengths, dim=2)
         start = stop
@@ -107,7 +107,7 @@ def _unpacked(x: Tensor, places: _Places, q: Tensor) -> Iterator[Tensor]:
 
 def _sequences(launch: Launch, q: Tensor) -> Packed:
     sizes = [
-        (call.q[1] - call.q[0], call.k[1] - call.k[0])
+        (length_of(call.q), length_of(call.k))
         for cell in launch.cells
         for call in cell.calls * _num_batch(cell.calls[0].batch, q)
     ]
@@ -119,4 +119,4 @@ def _sequences(launch: Launch, q: Tensor) -> Packed:
 
 
 def _num_batch(batch: Range | None, q: Tensor) -> int:
-    return q.shape[0] if batch is None else batch[1] - batch[0]
+    return q.shape[0] if batch is None else length_of(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,11 @@ class Exchange:
     def others(self) -> list[int]:
         return [place for place in range(len(self.shares)) if place != self.place]
 
+    def whole(self, of: Literal["q", "kv"]) -> tuple[int, int]:
+        """The heads of this rank, and the rows of the ring rank, which it has for these after an exchange."""
+        heads, rows = getattr(self.shares[self.place], of), getattr(self.rows, of)
+        return length_of(heads), sum(map(num_rows_of, rows))
+
 
 class Part(NamedTuple):
     """Some of a rank's heads: how they are exchanged, and what is run on them."""
@@ -82,9 +87,7 @@ def kept_in(memory: Tensor | None, parts: Sequence[Part], q: Tensor, k: Tensor, 
 
 
 def _kept_specs(exchange: Exchange, q: Tensor, k: Tensor, v: Tensor) -> list[boxes.Spec]:
-    num_q, num_kv = (length_of(heads) for heads in exchange.shares[exchange.place])
-    rows_q, rows_kv = (sum(map(num_rows_of, rows)) for rows in exchange.rows)
-    of_q, of_kv = (q.shape[0], num_q, rows_q), (q.shape[0], num_kv, rows_kv)
+    of_q, of_kv = (q.shape[0], *exchange.whole("q")), (q.shape[0], *exchange.whole("kv"))
     return [
         ((*of_q, q.shape[3]), q.dtype),
         ((*of_kv, k.shape[3]), k.dtype),

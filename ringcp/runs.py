@@ -28,6 +28,7 @@ from ringcp.layout import Layout
 from ringcp.lower import plan
 from ringcp.mask import Mask
 from ringcp.modes import Choice, head_shares, in_parts, replicates
+from ringcp.needs import Placing
 from ringcp.parts import Exchange, Part, Placements, kept_in
 from ringcp.schedule import Heads
 from ringcp.topology import ring
@@ -135,19 +136,21 @@ def make_run(
     layout, kv_layout: of all ranks; None is the same one. heads: of q and of k and v, as they are given.
     """
     degree, caps = mode.ulysses_degree, kernel.caps.of(sizes.number)
-    gathering = mode.mode == "gather"
+
+    def job(q: Placing, k: Placing | None, rank: int, heads: Heads, transport: Transport, first_head: int = 0) -> Job:
+        """What one rank of these layouts does for these of its heads."""
+        at_a_time = sizes.heads_at_a_time(heads.kv) if mode.mode == "gather" else None
+        steps = plan(q, mask.superset, _ring(q.world_size), rank, heads, caps, gather=at_a_time, kv_layout=k)
+        written = Written(mask, q, k or q, rank, extras, first_head)
+        return Job(steps, kernel, scale, transport, call, fingerprint, softcap, None if written.empty else written)
+
     if degree == 1:
-        at_a_time = sizes.heads_at_a_time(heads.kv) if gathering else None
-        wiring = _ring(layout.world_size)
-        steps = plan(layout, mask.superset, wiring, rank, heads, caps, gather=at_a_time, kv_layout=kv_layout)
-        written = Written(mask, layout, kv_layout or layout, rank, extras)
-        return Run(Job(steps, kernel, scale, transport, call, fingerprint, softcap, None if written.empty else written))
+        return Run(job(layout, kv_layout, rank, heads, transport))
     grid = Grid(layout.world_size, degree)
     rows = grouped(layout, degree)
     kv_rows = None if kv_layout is None else grouped(kv_layout, degree)
     ring_rank, place = grid.ring_rank(rank), grid.place(rank)
     shares, group = head_shares(heads.q, heads.kv, degree), heads.q // heads.kv
-    wiring = _ring(rows.world_size)
     among, among_ring = Among(transport, grid.exchange(rank)), Among(transport, grid.ring(rank))
     placements = Placements(rows.placements(ring_rank), (kv_rows or rows).placements(ring_rank))
     parts: list[Part] = []
@@ -155,10 +158,6 @@ def make_run(
         (q0, q1), (kv0, kv1) = of_part[place]
         # A rank without heads runs nothing, and any plan will do.
         own = Heads(q1 - q0, kv1 - kv0, q0 - kv0 * group, group) if q0 < q1 else Heads(1, 1)
-        at_a_time = sizes.heads_at_a_time(own.kv) if gathering else None
-        steps = plan(rows, mask.superset, wiring, ring_rank, own, caps, gather=at_a_time, kv_layout=kv_rows)
-        written = Written(mask, rows, kv_rows or rows, ring_rank, extras, q0)
-        job = Job(steps, kernel, scale, among_ring, call, fingerprint, softcap, None if written.empty else written)
         exchange = Exchange(place, of_part, placements, among, replicates(shares))
-        parts.append(Part(job, exchange, first=not parts))
+        parts.append(Part(job(rows, kv_rows, ring_rank, own, among_ring, q0), exchange, first=not parts))
     return Run(None, tuple(parts))

@@ -22,6 +22,7 @@ from ringcp.checks import check_layout, mask_problem, refuse_create_graph
 from ringcp.collectives import gather, reduce
 from ringcp.errors import ArgumentError, LayoutError, RingcpError
 from ringcp.groups import GroupState, group_of, state_of
+from ringcp.integers import is_int
 from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
 from ringcp.mask import Mask
 
@@ -112,7 +113,9 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
     group = group_of(mesh)
     state = state_of(group)
     layout = _resolved(layout, group)
-    lengths = _gather_vote(x, state, dim, f"unshard; layout={layout!r}", lambda: check_layout(layout, state.world_size))
+    lengths = _gather_vote(
+        x, state, dim, f"call=unshard; layout={layout!r}", lambda: check_layout(layout, state.world_size)
+    )
     lay = _sized(layout, sum(lengths), state.world_size)
     wrong = {r: n for r, n in enumerate(lengths) if n != lay.local_len(r)}
     if wrong:
@@ -135,23 +138,23 @@ def all_gather(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     """
     group = group_of(mesh)
     state = state_of(group)
-    lengths = _gather_vote(x, state, dim, "all_gather", lambda: None)
+    lengths = _gather_vote(x, state, dim, "call=all_gather", lambda: None)
     return torch.cat(_gathered(x, group, state, lengths, dim), dim)
 
 
-def _gather_vote(x: Tensor, state: GroupState, dim: int, call: str, check: Callable[[], None]) -> list[int]:
+def _gather_vote(x: Tensor, state: GroupState, dim: int, words: str, check: Callable[[], None]) -> list[int]:
+    """Every rank's length in `dim`. words: what of the call, beside x, is the same on every rank."""
     refusal: RingcpError | None = None
     try:
         _check_dim(x, dim)
         check()
     except RingcpError as error:
         refusal = error
-
     if refusal is not None:
         return vote(state, "", 0, refusal)
     rest = [n for i, n in enumerate(x.shape) if i != dim % x.ndim]
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    words = f"call={call}; x={rest} beside dim {dim % x.ndim}; dtype={x.dtype}; requires_grad={needs_grad}"
+    words = f"{words}; x={rest} beside dim {dim % x.ndim}; dtype={x.dtype}; requires_grad={needs_grad}"
     return vote(state, words, x.shape[dim], None)
 
 
@@ -168,7 +171,7 @@ def vote(
 def _check_dim(x: Tensor, dim: int) -> None:
     if not isinstance(x, Tensor):
         raise ArgumentError(f"x: expected a tensor, got {type(x).__name__}; pass a tensor with the sequence in dim")
-    if isinstance(dim, bool) or not isinstance(dim, int):
+    if not is_int(dim):
         raise ArgumentError(f"dim: expected an integer, got {dim!r}; give the sequence dim")
     if not -x.ndim <= dim < x.ndim:
         raise LayoutError(f"dim: expected a dim of x with {x.ndim} dims, got {dim}; name the sequence dim")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from ringcp.band import Band, Range
+from ringcp.band import Band, Range, length_of
 from ringcp.layout import Span
 
 Kind = Literal["local", "ring", "direct", "gather"]
@@ -72,7 +72,7 @@ class Step:
 
     @property
     def num_rows(self) -> int:
-        return sum(stop - start for start, stop in self.rows) + sum(span.length for span in self.positions)
+        return length(self.rows) + sum(span.length for span in self.positions)
 
 
 @dataclass(frozen=True)
@@ -170,15 +170,4 @@ def message(
 
 def length(rows: Iterable[Range]) -> int:
     """The number of rows in ranges of rows."""
-    return sum(stop - start for start, stop in rows)
-
-
-def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same rows in the same order: spans of step 1 that touch are one."""
-    result: list[Span] = []
-    for span in spans:
-        if result and result[-1].stop == span.start and result[-1].step == span.step == 1:
-            result[-1] = Span(result[-1].start, span.stop)
-        else:
-            result.append(span)
-    return tuple(result)
+    return sum(map(length_of, rows))

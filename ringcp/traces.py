@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
 
-from ringcp.band import Band, Range, count, crop
+from ringcp.band import Band, Range, count, crop, length_of
 from ringcp.errors import ArgumentError
 from ringcp.layout import Layout, Span
 from ringcp.mask import Mask
@@ -135,7 +135,7 @@ def _owner(rank: int, step: Step, message: Message) -> int:
 
 
 def _share(some: Range | None, heads: int | None) -> Fraction:
-    return Fraction(1) if some is None or heads is None else Fraction(some[1] - some[0], heads)
+    return Fraction(1) if some is None or heads is None else Fraction(length_of(some), heads)
 
 
 def _work(layout: Layout, rank: int, at: int, step: Step, row: int, heads: Heads | None) -> Iterator[Work]:

@@ -28,6 +28,11 @@ def attend(call):
     return ringcp.attention(call["q"], call["k"], call["v"], **options)
 
 
+def each(change, names="qkv"):
+    """Of a call, these arguments changed."""
+    return lambda call: {name: change(call[name]) for name in names}
+
+
 def check_exact(mesh, seq_len, *, layout="auto", **options):
     """A valid call, held against the reference."""
     call, whole, sized = make_call(mesh, seq_len)

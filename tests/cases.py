@@ -6,7 +6,7 @@ A case names everything by words and numbers, so that it pickles, prints and mak
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -201,6 +201,20 @@ def matrix(world_size: int) -> Iterator[Case]:
         yield Case(seq_len, mask, layout, heads, draw(INPUTS), strides, upstream, draw(KERNELS))
     for inputs, mask in itertools.product(INPUTS, MASKS):
         yield Case(33, mask, draw(LAYOUTS), draw(list(HEADS)), inputs, kernel=draw(KERNELS))
+
+
+def normal(*shape: int, seed: object) -> Tensor:
+    """fp64, the same for the same seed, which may be anything that prints."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def gradients(
+    outputs: Sequence[Tensor], upstream: Sequence[Tensor | None], leaves: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Those of the leaves, through the outputs that have an upstream gradient."""
+    used, given = zip(*((x, dx) for x, dx in zip(outputs, upstream, strict=True) if dx is not None), strict=True)
+    return torch.autograd.grad(used, leaves, given, allow_unused=True, materialize_grads=True)
 
 
 def whole(case: Case, world_size: int, dtype: torch.dtype = torch.float64) -> Tensors:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from calls import attend, check_exact, make_call
+from calls import attend, check_exact, each, make_call
 from torch.distributed.tensor import DTensor
 
 import ringcp
@@ -26,10 +26,6 @@ def refused_everywhere(mesh, call):
     assert time.perf_counter() - started < QUICK_S
     assert recorder.steps == []
     return info.value
-
-
-def each(change, names="qkv"):
-    return lambda call: {name: change(call[name]) for name in names}
 
 
 # What the odd rank does: the changed arguments, and the fields that the error must show.

@@ -45,6 +45,7 @@ def test_the_command_of_the_docstring_prints_a_table_and_appends_to_the_csv(tmp_
 
     assert "wrong" not in out.lower()
     assert "% of single-process SDPA's speed" in out
+    assert f"appended to: {path}\n" in out
     for shown in ("causal fp32 B1 H8 D64 S128 W2", "window:48 bf16 B1 H8 D64 S128 W2", "sdpa", "ringcp", "wait ms"):
         assert shown in out
 
@@ -257,6 +258,8 @@ def test_bad_options_are_refused_by_name(options, message, capsys):
 
 
 def test_smoke_is_tiny():
+    assert runner.parse([]).csv == Path("build/attention/attention.csv")
     args = runner.parse(["--seq-len", "2048", "8192", "--dtype", "bf16", "--kv-heads", "2", "--smoke"])
+    assert args.csv == Path("build/attention/attention-smoke.csv")
     assert [case.name for case in args.cases] == ["causal bf16 B1 H8/2 D64 S128"]
     assert (args.rounds, args.warmup) == (1, 0)

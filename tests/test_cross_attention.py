@@ -2,14 +2,13 @@
 
 import itertools
 import random
-import zlib
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from calls import check_exact, ways
-from cases import ALLOWED, HEADS, LAYOUTS, MASKS, assert_none, differences
+from cases import ALLOWED, HEADS, LAYOUTS, MASKS, assert_none, differences, gradients, normal
 
 import ringcp
 from ringcp.layout import layout_named
@@ -50,19 +49,9 @@ def cases(world_size):
         yield Case(q_len, k_len, "full", draw.choice(LAYOUTS), MEMORY, draw.choice(list(HEADS)))
 
 
-def normal(*shape, seed):
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
 def allowed(case):
     """Counted from the first of either sequence: causal is q_pos >= k_pos."""
     return ALLOWED[case.mask](torch.arange(case.q_len)[:, None], torch.arange(case.k_len))
-
-
-def gradients(outputs, upstream, leaves):
-    used, given = zip(*((x, dx) for x, dx in zip(outputs, upstream, strict=True) if dx is not None), strict=True)
-    return torch.autograd.grad(used, leaves, given, allow_unused=True, materialize_grads=True)
 
 
 def run_case(case, options):

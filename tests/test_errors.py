@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from calls import attend, check_exact, make_call
+from calls import attend, check_exact, each, make_call
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -37,10 +37,6 @@ def assert_readable(error, kind, words):
     if issubclass(kind, ringcp.ArgumentError):
         # "argument: expected ..., got ...; fix"
         assert re.match(r"[\w, ]+: expected .+, got .+; .+", text), text
-
-
-def each(change, names="qkv"):
-    return lambda call: {name: change(call[name]) for name in names}
 
 
 def option(**options):

@@ -10,8 +10,8 @@ import pytest
 import ringcp
 
 PURE = ["errors", "band", "layout", "mask", "mask_mods", "node", "mask_nodes", "row_nodes", "predicate_node",
-        "mask_spec", "vectorize", "balance", "topology", "grouped", "modes", "steps", "needs",
-        "gather_schedule", "schedule", "lower", "traces", "draw", "rotate"]  # fmt: skip
+        "mask_spec", "mask_entries", "integers", "vectorize", "balance", "topology", "grouped", "modes", "steps",
+        "needs", "gather_schedule", "schedule", "lower", "traces", "draw", "rotate"]  # fmt: skip
 
 
 def mentions_distributed(source: str) -> list[int]:

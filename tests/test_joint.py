@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from calls import check_exact, ways
-from cases import HEADS, LAYOUTS, MASKS, MASKS_OF, allowed, assert_none, differences
+from cases import HEADS, LAYOUTS, MASKS, MASKS_OF, allowed, assert_none, differences, gradients, normal
 
 import ringcp
 from ringcp import replicas
@@ -61,20 +61,10 @@ def cases(world_size):
             yield Case(num, seq_len, mask, rest, heads, upstream, draw.random() < 0.3, kernel)
 
 
-def normal(*shape, seed, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
 def with_sinks(out, lse, sinks):
     """By the definition of a sink: one more key, without a value."""
     total = torch.logaddexp(lse, sinks[:, None].expand_as(lse))
     return out * (lse - total).exp()[..., None], total
-
-
-def gradients(outputs, upstream, leaves):
-    used, given = zip(*((x, dx) for x, dx in zip(outputs, upstream, strict=True) if dx is not None), strict=True)
-    return torch.autograd.grad(used, leaves, given, allow_unused=True, materialize_grads=True)
 
 
 def run_case(case, options):

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from cases import Case, assert_none, differences, mask_of, whole
+from pairwise_cases import NAMES, results
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -19,7 +20,6 @@ from ringcp.kernels.operands import allowed
 from ringcp.kernels.reference import Reference
 from ringcp.testing import in_process, reference_attention
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
 CAP = 1.3  # among the scores, so that it bends them
 
 
@@ -36,14 +36,6 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, mask, sinks=None, softcap=CAP) -> tu
         return probs @ v, scores.masked_fill(dead[..., None], 0.0).logsumexp(-1).masked_fill(dead, -math.inf)
     scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     return scores.softmax(-1)[..., :-1] @ v, scores.logsumexp(-1)
-
-
-def results(tensors, attend) -> dict[str, Tensor]:
-    q, k, v, dout, dlse = tensors
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = attend(*leaves)
-    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
 MASKS = ("full", "causal", "window_3", "two_sided", "documents", "documents_window", "prefix", "padding", "chunked")

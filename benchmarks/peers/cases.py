@@ -52,9 +52,7 @@ class Named:
 
     def seconds(self, rounds: int) -> float:
         """About how long it takes."""
-        case = self.case
-        flops = 14 * case.batch * case.heads * case.head_dim * case.pairs  # 2 products forward and 5 backward
-        return _LAUNCH_S + _MODES * (_OTHER_CALLS + rounds) * (_CALL_S + flops / _FLOPS)
+        return _LAUNCH_S + _MODES * (_OTHER_CALLS + rounds) * (_CALL_S + self.case.flops / _FLOPS)
 
 
 # Short ones first: what they leave of their time is the long ones'.

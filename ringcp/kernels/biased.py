@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringcp.band import crop, trim
+from ringcp.band import crop
 from ringcp.kernels.base import Form
 from ringcp.kernels.operands import additive_mask, attending
 from ringcp.kernels.pairwise import Alibi, AttnMask
-from ringcp.kernels.windows import form_of
+from ringcp.kernels.windows import band_of, form_of
 
 
 class Extras(NamedTuple):
@@ -67,8 +67,7 @@ def strips(m: int, n: int, form: Form, extras: Extras, most: int) -> list[Strip]
     num_rows = max(1, most // (max(bias.planes for bias in extras.biases) * n))
     if num_rows >= m:
         return []
-    whole = trim((0, m), (0, n), 1 - n if form.lo is None else form.lo, m - 1 if form.hi is None else form.hi)
-    assert whole is not None, f"{m} x {n} {form} holds no pair"
+    whole = band_of(m, n, form)
     parts = (crop(whole, (start, min(start + num_rows, m)), whole.k) for start in range(0, m, num_rows))
     bands = [(slice(*band.q), slice(*band.k), form_of(band)) for band in parts if band is not None]
     return [Strip(rows, keys, of_band, extras.part(rows, keys, m, n)) for rows, keys, of_band in bands]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ringcp.cutting import Caps
-from ringcp.kernels import launches, refusals
-from ringcp.kernels.base import Form, Problem
+from ringcp.kernels import refusals
+from ringcp.kernels.base import Problem
+from ringcp.kernels.launches import Launching
 from ringcp.kernels.operands import HALF
 from ringcp.kernels.package import Package
 from ringcp.kernels.packed import Packed
@@ -38,7 +39,7 @@ PACKAGE = Package(
 
 
 @dataclass(frozen=True)
-class Flash2:
+class Flash2(Launching):
     """fp16 and bf16; any band; GQA without repeats; softcap; deterministic if torch asks for it."""
 
     name = "flash2"
@@ -49,67 +50,18 @@ class Flash2:
         reasons = refusals.shared(problem, self.caps, device="cuda", dtypes=HALF, max_dim=256, multiple=8, softcap=True)
         return PACKAGE.refusals(problem, range(8, 13), reasons)
 
-    def forward(
+    def launch_forward(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
-        form: Form,
+        seen: Window,
         scale: float,
-        softcap: float | None = None,
-        allowed: Tensor | None = None,
+        softcap: float | None,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert allowed is None, "refused"
-        return launches.forward(_forward(scale, softcap), launches.in_parts(q.shape[2], k.shape[2], form), q, k, v)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dlse: Tensor | None,
-        *,
-        form: Form,
-        scale: float,
-        softcap: float | None = None,
-        allowed: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert allowed is None, "refused"
-        parts = launches.in_parts(q.shape[2], k.shape[2], form)
-        return launches.backward(_backward(scale, softcap), parts, dout, q, k, v, out, lse, dlse)
-
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, *, packed: Packed, scale: float, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return launches.forward_packed(_forward(scale, softcap, packed), packed.window, q, k, v)
-
-    def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dlse: Tensor | None,
-        *,
-        packed: Packed,
-        scale: float,
-        softcap: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        launch = _backward(scale, softcap, packed)
-        return launches.backward_packed(launch, packed.window, dout, q, k, v, out, lse, dlse)
-
-
-def _forward(scale: float, softcap: float | None, packed: Packed | None = None) -> launches.ForwardLaunch:
-    flash = PACKAGE.load()
-    function = flash._flash_attn_forward if packed is None else flash._flash_attn_varlen_forward
-
-    def launch(q: Tensor, k: Tensor, v: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
+        flash = PACKAGE.load()
+        function = flash._flash_attn_forward if packed is None else flash._flash_attn_varlen_forward
         out, lse, *_ = function(
             q,
             k,
@@ -126,16 +78,21 @@ def _forward(scale: float, softcap: float | None, packed: Packed | None = None) 
         )
         return out, lse.masked_fill(lse == torch.inf, -torch.inf)
 
-    return launch
-
-
-def _backward(scale: float, softcap: float | None, packed: Packed | None = None) -> launches.BackwardLaunch:
-    flash = PACKAGE.load()
-    function = flash._flash_attn_backward if packed is None else flash._flash_attn_varlen_backward
-
-    def launch(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Window
+    def launch_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        seen: Window,
+        scale: float,
+        softcap: float | None,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        flash = PACKAGE.load()
+        function = flash._flash_attn_backward if packed is None else flash._flash_attn_varlen_backward
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         function(
             dout,
@@ -159,5 +116,3 @@ def _backward(scale: float, softcap: float | None, packed: Packed | None = None)
             rng_state=None,
         )
         return dq, dk, dv
-
-    return launch

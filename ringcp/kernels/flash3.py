@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ringcp.cutting import Caps
-from ringcp.kernels import launches, refusals
-from ringcp.kernels.base import Form, Problem
+from ringcp.kernels import refusals
+from ringcp.kernels.base import Problem
+from ringcp.kernels.launches import Launching
 from ringcp.kernels.operands import HALF
 from ringcp.kernels.package import Package
 from ringcp.kernels.packed import Packed
@@ -41,12 +42,13 @@ PACKAGE = Package(
 
 
 @dataclass(frozen=True)
-class Flash3:
+class Flash3(Launching):
     """fp16 and bf16; any band; GQA without repeats; softcap; deterministic if torch asks for it."""
 
     name = "flash3"
     caps = Caps(causal="bottom_right", band="any", varlen=True)
     switch = "flash"
+    quirks = False
 
     def refusals(self, problem: Problem) -> list[str]:
         reasons = refusals.shared(problem, self.caps, device="cuda", dtypes=HALF, max_dim=256, multiple=8, softcap=True)
@@ -54,66 +56,17 @@ class Flash3:
             reasons.append(f"its backward is not deterministic for head dims above {_DETERMINISTIC_DIM}")
         return PACKAGE.refusals(problem, (9,), reasons)
 
-    def forward(
+    def launch_forward(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
-        form: Form,
+        seen: Window,
         scale: float,
-        softcap: float | None = None,
-        allowed: Tensor | None = None,
+        softcap: float | None,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert allowed is None, "refused"
-        return launches.forward(_forward(scale, softcap), launches.in_one(q.shape[2], k.shape[2], form), q, k, v)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dlse: Tensor | None,
-        *,
-        form: Form,
-        scale: float,
-        softcap: float | None = None,
-        allowed: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert allowed is None, "refused"
-        parts = launches.in_one(q.shape[2], k.shape[2], form)
-        return launches.backward(_backward(scale, softcap), parts, dout, q, k, v, out, lse, dlse)
-
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, *, packed: Packed, scale: float, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return launches.forward_packed(_forward(scale, softcap, packed), packed.window, q, k, v)
-
-    def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dlse: Tensor | None,
-        *,
-        packed: Packed,
-        scale: float,
-        softcap: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        launch = _backward(scale, softcap, packed)
-        return launches.backward_packed(launch, packed.window, dout, q, k, v, out, lse, dlse)
-
-
-def _forward(scale: float, softcap: float | None, packed: Packed | None = None) -> launches.ForwardLaunch:
-    flash = PACKAGE.load()
-
-    def launch(q: Tensor, k: Tensor, v: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
+        flash = PACKAGE.load()
         out, lse, *_ = flash._flash_attn_forward(
             q,
             k,
@@ -127,15 +80,20 @@ def _forward(scale: float, softcap: float | None, packed: Packed | None = None) 
         )
         return out, lse
 
-    return launch
-
-
-def _backward(scale: float, softcap: float | None, packed: Packed | None = None) -> launches.BackwardLaunch:
-    flash = PACKAGE.load()
-
-    def launch(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Window
+    def launch_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        seen: Window,
+        scale: float,
+        softcap: float | None,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        flash = PACKAGE.load()
         can = q.shape[-1] <= _DETERMINISTIC_DIM
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         flash._flash_attn_backward(
@@ -157,5 +115,3 @@ def _backward(scale: float, softcap: float | None, packed: Packed | None = None)
             deterministic=can and torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
-
-    return launch

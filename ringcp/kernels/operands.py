@@ -14,6 +14,7 @@ from torch import Tensor
 from ringcp.kernels.base import Form
 
 HALF = (torch.float16, torch.bfloat16)
+_ROW_BYTES = 16
 CACHED_ELEMENTS = 1 << 22
 """Masks of more elements are made anew for each call: sixteen cached ones stay below 256 MiB in fp32."""
 
@@ -35,13 +36,13 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def aligned(x_BHSD: Tensor, num_bytes: int = 16) -> Tensor:
-    """`x`, copied if need be so that each row starts at a multiple of `num_bytes`; expanded dims are copied too."""
-    step = num_bytes // x_BHSD.element_size()
+def aligned(x_BHSD: Tensor) -> Tensor:
+    """`x`, copied if need be so that each row starts at a multiple of 16 bytes; expanded dims are copied too."""
+    step = _ROW_BYTES // x_BHSD.element_size()
     rows = list(zip(x_BHSD.shape[:-1], x_BHSD.stride()[:-1], strict=True))
     good = (
         x_BHSD.stride(-1) == 1
-        and x_BHSD.data_ptr() % num_bytes == 0
+        and x_BHSD.data_ptr() % _ROW_BYTES == 0
         and all(stride % step == 0 and (stride > 0 or size == 1) for size, stride in rows)
     )
     # Not .contiguous(): it returns odd strides of dims of size 1 and odd offsets as they are.

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ringcp.cutting import Caps
-from ringcp.kernels import launches, refusals
-from ringcp.kernels.base import Form, Problem
+from ringcp.kernels import refusals
+from ringcp.kernels.base import Problem
+from ringcp.kernels.launches import Launching
 from ringcp.kernels.operands import HALF
 from ringcp.kernels.packed import Packed
 from ringcp.kernels.windows import Window
@@ -30,7 +31,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class SdpaFlash:
+class SdpaFlash(Launching):
     """fp16 and bf16; any band; GQA without repeats."""
 
     forward_op: Callable[..., Any] = _aten._flash_attention_forward.default
@@ -48,21 +49,24 @@ class SdpaFlash:
             reasons.append(f"{active} is active in place of FA2: restore_flash_attention_impl() brings that back")
         return reasons + refusals.cuda_build(problem, back_end="flash")
 
-    def forward(
+    def launch_forward(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
-        form: Form,
+        seen: Window,
         scale: float,
-        softcap: float | None = None,
-        allowed: Tensor | None = None,
+        softcap: float | None,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert (softcap, allowed) == (None, None), "refused"
-        return launches.forward(self._forward(scale), launches.in_parts(q.shape[2], k.shape[2], form), q, k, v)
+        assert softcap is None, "refused"
+        out, lse, *_ = self.forward_op(
+            q, k, v, *_sequences(q, k, packed), 0.0, seen.is_causal, False,
+            scale=scale, window_size_left=seen.left, window_size_right=seen.right,
+        )  # fmt: skip
+        return out, lse
 
-    def backward(
+    def launch_backward(
         self,
         dout: Tensor,
         q: Tensor,
@@ -70,66 +74,19 @@ class SdpaFlash:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        dlse: Tensor | None,
-        *,
-        form: Form,
+        seen: Window,
         scale: float,
-        softcap: float | None = None,
-        allowed: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert (softcap, allowed) == (None, None), "refused"
-        parts = launches.in_parts(q.shape[2], k.shape[2], form)
-        return launches.backward(self._backward(scale, q.device), parts, dout, q, k, v, out, lse, dlse)
-
-    def forward_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, *, packed: Packed, scale: float, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        assert softcap is None, "refused"
-        return launches.forward_packed(self._forward(scale, packed), packed.window, q, k, v)
-
-    def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dlse: Tensor | None,
-        *,
-        packed: Packed,
-        scale: float,
-        softcap: float | None = None,
+        softcap: float | None,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert softcap is None, "refused"
-        launch = self._backward(scale, q.device, packed)
-        return launches.backward_packed(launch, packed.window, dout, q, k, v, out, lse, dlse)
-
-    def _forward(self, scale: float, packed: Packed | None = None) -> launches.ForwardLaunch:
-        def launch(q: Tensor, k: Tensor, v: Tensor, seen: Window) -> tuple[Tensor, Tensor]:
-            out, lse, *_ = self.forward_op(
-                q, k, v, *_sequences(q, k, packed), 0.0, seen.is_causal, False,
-                scale=scale, window_size_left=seen.left, window_size_right=seen.right,
-            )  # fmt: skip
-            return out, lse
-
-        return launch
-
-    def _backward(self, scale: float, device: torch.device, packed: Packed | None = None) -> launches.BackwardLaunch:
         # The op wants the state of a random generator that it reads only for dropout.
-        rng_state = torch.empty(2, dtype=torch.uint64, device=device)
-        unused = torch.empty((), dtype=torch.uint64, device=device)
-
-        def launch(
-            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Window
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            dq, dk, dv = self.backward_op(
-                dout, q, k, v, out, lse, *_sequences(q, k, packed), 0.0, seen.is_causal, rng_state, unused,
-                scale=scale, window_size_left=seen.left, window_size_right=seen.right,
-            )  # fmt: skip
-            return dq, dk, dv
-
-        return launch
+        rng_state, unused = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in ((2,), ()))
+        dq, dk, dv = self.backward_op(
+            dout, q, k, v, out, lse, *_sequences(q, k, packed), 0.0, seen.is_causal, rng_state, unused,
+            scale=scale, window_size_left=seen.left, window_size_right=seen.right,
+        )  # fmt: skip
+        return dq, dk, dv
 
 
 def _sequences(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[Tensor | None, Tensor | None, int, int]:

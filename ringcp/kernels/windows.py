@@ -33,12 +33,16 @@ def window(m: int, n: int, form: Form) -> Window:
 
 def split(m: int, n: int, form: Form) -> list[Band]:
     """Bands, disjoint in their rows and in order, that together are `form` and that FlashAttention takes rightly."""
-    lo = 1 - n if form.lo is None else form.lo
-    hi = m - 1 if form.hi is None else form.hi
-    band = trim((0, m), (0, n), lo, hi)
-    assert band is not None, f"{m} x {n} {form} holds no pair"
+    band = band_of(m, n, form)
     assert (band.q, band.k) == ((0, m), (0, n)), f"a row or a key of {m} x {n} {form} takes part in no pair"
     return list(_split(band))
+
+
+def band_of(m: int, n: int, form: Form) -> Band:
+    """The pairs of `form` on m rows and n keys."""
+    band = trim((0, m), (0, n), 1 - n if form.lo is None else form.lo, m - 1 if form.hi is None else form.hi)
+    assert band is not None, f"{m} x {n} {form} holds no pair"
+    return band
 
 
 def form_of(band: Band) -> Form:
