@@ -14,7 +14,15 @@ from ringcp.active import Session, active_session, is_active, sessions
 from ringcp.agreement import slopes_text
 from ringcp.ambient import layout_around
 from ringcp.checks import check_agree, check_layout, check_mode, check_save
-from ringcp.context_buffers import Given, check_no_documents, checked_buffers, layout_of, listed, sized
+from ringcp.context_buffers import (
+    Given,
+    check_no_documents,
+    checked_buffers,
+    layout_of,
+    listed,
+    numbers_text,
+    sized,
+)
 from ringcp.errors import ArgumentError, LayoutError, RingcpError
 from ringcp.groups import GroupState, group_of, state_of
 from ringcp.inplace import Buffer, sharded_in_place
@@ -56,18 +64,20 @@ def context_parallel(
     `nn.MultiheadAttention` (eager, ``need_weights=False``), in compiled code, and where `torch.utils.checkpoint`
     recomputes, also in a backward pass after the body. Other ways into attention raise (but for TorchScript of
     `nn.MultiheadAttention` in ``eval()``, a fast path that no hook reaches); `local_attention` leaves a
-    region alone. It holds for the thread that enters it. Contexts nest: the innermost counts. In eager code each call
-    of a torch function costs about 2 us more (CPU), since it is looked at; and from the first context on, the eager
-    `F.scaled_dot_product_attention` of the process about 10 us, since its kernel asks whether it is in one.
+    region alone. It holds for the thread that enters it. Contexts nest, and the innermost counts: one without buffers
+    gives some layers a mask of their own, on the shards of the outer one; no other option of the outer one holds in it.
+    In eager code each call of a torch function costs about 2 us more (CPU), since it is looked at; and from the first
+    context on, the eager `F.scaled_dot_product_attention` of the process about 10 us, since its kernel asks whether it
+    is in one.
 
-    The buffers hold the whole sequence, the same on every rank (never ``x.chunk(n)[rank]``); in the body they are this
-    rank's shards, and after it they are whole again, even if it raised. Their gradients are those of the sum over ranks
-    of each rank's loss, and after the body a leaf's ``.grad`` has the leaf's full shape, whole on every rank, added to
-    what was there: backward runs in the body or after it. In the body, ``.grad`` is this rank's rows;
-    `torch.autograd.grad` and ``backward(inputs=...)`` reach a leaf there only. A ``.grad`` from before is taken to be
-    the same on every rank. Writes to a buffer in the body are dropped, as the shard is a copy; an optimizer that steps
-    a leaf there raises. Parameters of DDP or FSDP are no buffers, and DDP needs ``broadcast_buffers=False`` if buffers
-    of its module are.
+    The buffers hold the whole sequence, the same on every rank (never ``x.chunk(n)[rank]``): on entry the ranks compare
+    a hash of the integers in them, for which they wait for a GPU. In the body buffers are this rank's shards, and after
+    it they are whole again, even if it raised. Their gradients are those of the sum over ranks of each rank's loss, and
+    after the body a leaf's ``.grad`` has the leaf's full shape, whole on every rank, added to what was there: backward
+    runs in the body or after it. In the body, ``.grad`` is this rank's rows; `torch.autograd.grad` and
+    ``backward(inputs=...)`` reach a leaf there only. A ``.grad`` from before is taken to be the same on every rank.
+    Writes to a buffer in the body are dropped, as the shard is a copy; an optimizer that steps a leaf there raises.
+    Parameters of DDP or FSDP are no buffers, and DDP needs ``broadcast_buffers=False`` if buffers of its module are.
 
     Args:
         mesh: a 1-D `DeviceMesh`, such as ``mesh["cp"]`` of a larger one, or a 2-D one, ``mesh["cp", "sp"]``.
@@ -79,7 +89,8 @@ def context_parallel(
         mode, ulysses_degree, gather_memory, save: as in `ringcp.attention`; the mode "auto" is first what
             `set_rotate_method` says.
         layout: which rank owns which tokens: a `Layout` or a name. "auto" is what `make_layout` makes of `mask` if
-            there are a mask and buffers to say how long the sequence is, otherwise head-tail.
+            there are a mask and buffers to say how long the sequence is; without buffers, that of the context around
+            this one on the same mesh; otherwise head-tail.
         mask: which positions attend to which, in every call of the body; ``is_causal=True`` is intersected with it.
             Say here all that the calls leave out, so that the work is balanced by it: ``Documents(...) & Causal()``.
             None: as each call says; it is refused if a buffer looks like the position ids of packed documents. An
@@ -129,7 +140,7 @@ def context_parallel(
         ).with_agree(mesh.device_type)
         check_options(options, state.world_size)
         given = checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
-        layout = sized(layout, given, mask, state.world_size)
+        layout = sized(layout, given, mask, state.world_size, layout_around(group.group_name))
         if mask is None:
             check_no_documents(given, layout)
         seconds = seconds_of(timeout)
@@ -144,6 +155,7 @@ def context_parallel(
                 f"alibi_slopes={slopes_text(alibi_slopes)}; kernel={kernel}; agree={options.agree}",
                 f"number of buffers={len(given)}",
                 *(f"{each.name}={each}" for each in given),
+                *(numbers_text(given) if state.world_size > 1 else ()),
             ]
         )
     except Exception as error:  # whatever it is, this rank votes before it raises

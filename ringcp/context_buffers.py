@@ -130,8 +130,34 @@ def _restarts(rows: Tensor) -> bool:
     return bool((starts[:, 0] & runs.all(1)).all() and packed.any())
 
 
-def sized(layout: Layout | str, given: Sequence[Given], mask: Mask | None, world_size: int) -> Layout | str:
-    """The layout with its length, from the buffers if there are any."""
+def numbers_text(given: Sequence[Given]) -> list[str]:
+    """Words of a vote on what integer buffers hold: ranks whose loaders drew different batches fall out by them."""
+    return [
+        f"the numbers in {g.name} (whole, and the same on every rank)=#{_hash(g.tensor):016x}"
+        for g in given
+        if g.tensor.dtype in _INTEGERS
+    ]
+
+
+def _hash(x: Tensor) -> int:
+    """64 bits of the numbers of `x` and their places: the sum of each one's, mixed as splitmix64 does."""
+    mixed = x.detach().reshape(-1).long()
+    mixed = (mixed ^ (torch.arange(len(mixed), device=x.device) * -0x61C8864680B583EB)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ (mixed >> 30)) * -0x6B2FB644ECCEEE15
+    return int((mixed ^ (mixed >> 27)).sum()) % (1 << 64)
+
+
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+
+
+def sized(
+    layout: Layout | str, given: Sequence[Given], mask: Mask | None, world_size: int, around: Layout | str | None
+) -> Layout | str:
+    """The layout with its length, from the buffers if there are any.
+
+    around: the layout of a context around this one on the same mesh. Without buffers, what this one's body attends to
+    are shards of that.
+    """
     if isinstance(layout, Layout):
         expected, like = f"{layout.seq_len} tokens", repr(layout)
         lengths = {layout.seq_len, layout.rest.seq_len}
@@ -142,7 +168,7 @@ def sized(layout: Layout | str, given: Sequence[Given], mask: Mask | None, world
         like = next(g.name for g in given if g.seq_len == seq_len)
         expected, lengths = f"{seq_len} tokens", {seq_len}
     else:
-        return "head_tail" if layout == "auto" else layout
+        return (around or "head_tail") if layout == "auto" else layout
     for g in given:
         if g.seq_len not in lengths:
             raise LayoutError(

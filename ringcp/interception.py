@@ -43,6 +43,8 @@ _ATEN = torch.ops.aten.scaled_dot_product_attention
 _SDPA = frozenset({F.scaled_dot_product_attention, _ATEN, _ATEN.default})
 _MHA = F.multi_head_attention_forward
 _MHA_NEED_WEIGHTS = 15  # its place among the arguments
+# Under a function mode Dynamo (torch 2.13) traces into the method, and fails at the `super()` in it.
+_UNFLATTEN = Tensor.unflatten
 
 
 @contextmanager
@@ -110,6 +112,8 @@ class _Router(TorchFunctionMode):
             _check_mha(*args, **kwargs)
         elif _is_attention(func):
             refuse_way(_name(func))
+        elif func is _UNFLATTEN and torch.compiler.is_compiling():
+            return torch.unflatten(*args, **kwargs)
         elif torch.compiler.is_compiling() and _traces_a_body(func):
             _refuse_body(func)
         return func(*args, **kwargs)

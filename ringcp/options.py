@@ -236,11 +236,28 @@ def sinks_problem(q: Any, sinks: object) -> str:
     )
 
 
+# Words of F.scaled_dot_product_attention, flash-attn and transformers.
 _ELSEWHERE = {
     "is_causal": "pass mask=ringcp.Causal()",
+    "causal": "pass mask=ringcp.Causal()",
+    "window_size": "pass mask=ringcp.Window(left, right), with & ringcp.Causal() for a causal one",
+    "sliding_window": "pass mask=ringcp.Window(sliding_window - 1)",
+    "softmax_scale": "pass scale=",
+    "scaling": "pass scale=",
+    "dropout": "pass dropout_p=",
+    "s_aux": "pass sinks=",
     "attn_mask": "pass mask= a ringcp mask, such as ringcp.Predicate(...); a tensor goes to SDPA in a context_parallel",
     "enable_gqa": "leave it out: the head counts say it",
+    "attention_mask": "pass mask= a ringcp mask, such as ringcp.Padding(attention_mask.sum(-1))",
+    "key_padding_mask": "pass mask= a ringcp mask, such as ringcp.Padding(lengths)",
+    "position_ids": "if they start anew in each document, pass mask=ringcp.Documents(position_ids=...)",
+    "cu_seqlens": "pass mask=ringcp.Documents(cu_seqlens=...), or call ringcp.attention_varlen",
+    "cu_seqlens_q": "pass cu_seqlens= of the whole packed row to ringcp.attention_varlen",
+    "cu_seqlens_k": "pass cu_seqlens= of the whole packed row to ringcp.attention_varlen",
     "max_seqlen": "leave it out: cu_seqlens says it",
+    "max_seqlen_q": "leave it out: cu_seqlens says it",
+    "max_seqlen_k": "leave it out: cu_seqlens says it",
+    "return_attn_probs": "pass return_lse=True for the log-sum-exp",
     "group": "pass mesh= a DeviceMesh, such as DeviceMesh.from_group(group, device_type)",
 }
 

@@ -153,6 +153,7 @@ def _refusal(
             f"query, key, value: expected this rank's tokens of {' and '.join(map(repr, layouts))} in dim -2, "
             f"{', '.join('any number' if n is None else str(n) for n in expected)}, got {lengths[0]}, {lengths[1]} and "
             f"{lengths[2]}; give what they are computed from as buffers, with its sequence dims, or {LOCAL}"
+            f"{' (a KV cache is not supported)' if lengths[0] < lengths[1] else ''}"
         )
     if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
         return ArgumentError, (

@@ -185,6 +185,8 @@ MISMATCHES = {
         lambda ids, rope: {"buffers": [ids, rope.detach().requires_grad_()]},
         r"buffers\[1\]=.* requires_grad",
     ),
+    "numbers": (lambda ids, rope: {"buffers": [ids ^ 1, rope]}, r"the numbers in buffers\[0\] \(whole, .*=#"),
+    "their order": (lambda ids, rope: {"buffers": [ids.flip(1), rope]}, r"the numbers in buffers\[0\] \(whole, .*=#"),
     "number": (lambda ids, rope: {"buffers": [ids], "buffer_seq_dims": [1]}, "number of buffers=1, not"),
     "none at all": (lambda ids, rope: {"buffers": None, "buffer_seq_dims": None}, "number of buffers=0, not"),
     "no_restore_buffers": (lambda ids, rope: {"no_restore_buffers": [rope]}, r"buffers\[1\]=.* not restored"),

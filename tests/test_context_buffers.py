@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from buffers_cases import (
     DTYPES,
     MISMATCHES,
@@ -26,6 +27,7 @@ from torch.distributed.tensor.experimental import context_parallel as torch_cont
 import ringcp
 from ringcp import inplace, leaves
 from ringcp.layout import Layout, layout_named
+from ringcp.testing import reference_attention
 
 QUICK_S = 3.0  # promised is 1 s, against the group's timeout of 30 s; the rest is for a busy machine
 LENGTHS = (1, 2, 5, 8, 13)
@@ -333,6 +335,33 @@ def check_enclosed(mesh):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nested_contexts(worlds, world_size):
     worlds(world_size).run(check_enclosed)
+
+
+def check_another_mask(mesh, seq_len):
+    """A context without buffers in one with: some layers' own mask, on the same shards."""
+    window, (q, k, v) = ringcp.Window(3), (random(2, 2, seq_len, 4, seed=i) for i in range(3))
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected, _ = reference_attention(*whole, mask=window)
+    upstream = random(*expected.shape, seed=3)
+    expected.backward(upstream)
+    documents = ringcp.Documents([seq_len // 3, seq_len - seq_len // 3]) & ringcp.Causal()
+    for options in ({}, {"mask": documents}, {"layout": "striped"}, {"layout": "contiguous"}):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        with ringcp.context_parallel(mesh, buffers=leaves, buffer_seq_dims=[2] * 3, **options) as outer:
+            with ringcp.context_parallel(mesh, mask=window) as inner:
+                assert inner.layout == outer.layout
+                out = F.scaled_dot_product_attention(*leaves)
+            F.scaled_dot_product_attention(*leaves)  # under the outer one again
+            rows = outer.positions
+        assert close(out, expected[:, :, rows]), options
+        out.backward(upstream[:, :, rows])
+        assert all(close(x.grad, y.grad) for x, y in zip(leaves, whole, strict=True)), options
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_context_without_buffers_has_the_layout_of_the_one_around_it(worlds, world_size):
+    for seq_len in (12, 13):
+        worlds(world_size).run(check_another_mask, seq_len)
 
 
 def check_meshes(mesh):

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import ringcp
+from ringcp.testing import assert_close
 
 COMPILED = ("eager", "before", "inside")
 CHECKPOINTS = {"none": None, "not reentrant": False, "reentrant": True}
@@ -220,6 +221,7 @@ def generators(mesh):
                 assert torch.equal(*both)
                 yield
 
+    next(body(subjects[0]))  # the first context of a process leaves a kernel, for good
     with no_traces():
         first, second = map(body, subjects)
         next(first)
@@ -240,6 +242,25 @@ def generators(mesh):
 
 def test_generators_leave_in_any_order(worlds):
     worlds(2).run(generators)
+
+
+@compiling
+def methods_of_tensors(mesh):
+    """Those that are written in Python, under the function mode of a context."""
+
+    def attend(x):
+        q, k, v = x.unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind()
+        return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).split(4, -1)
+
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    with ringcp.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        found = torch.compile(attend, backend="eager", fullgraph=True)(x)
+        for part, expected in zip(found, attend(x), strict=True):
+            assert_close(part, expected)
+
+
+def test_methods_of_tensors_compile_in_a_context(worlds):
+    worlds(1).run(methods_of_tensors)
 
 
 @compiling

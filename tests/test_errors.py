@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
 from calls import attend, check_exact, each, make_call
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -93,7 +94,11 @@ CALLS = {
     "sinks": (option(sinks=torch.ones(3)), A, ["sinks: expected a floating tensor", "each query head, (4,)", "(3,)"]),
     "enable_gqa": (option(enable_gqa=True), K, ["got enable_gqa=True; leave it out: the head counts say it"]),
     "group": (option(group=None), K, ["got group=None; pass mesh=", "DeviceMesh.from_group"]),
-    "softmax_scale": (option(softmax_scale=1.0), K, ["softmax_scale: ", "help(ringcp.attention)"]),
+    "causal": (option(causal=True), K, ["got causal=True; pass mask=ringcp.Causal()"]),
+    "window_size": (option(window_size=(3, 0)), K, ["got window_size=(3, 0); pass mask=ringcp.Window(left, right)"]),
+    "softmax_scale": (option(softmax_scale=1.0), K, ["got softmax_scale=1.0; pass scale="]),
+    "cu_seqlens": (option(cu_seqlens=[0, 9]), K, ["got cu_seqlens=[0, 9]; pass mask=ringcp.Documents(cu_seqlens"]),
+    "deterministic": (option(deterministic=True), K, ["deterministic: ", "leave it out; help(ringcp.attention)"]),
     "batches": (
         each(lambda x: x[:1], "k"),
         A,
@@ -297,6 +302,22 @@ def test_no_process_group():
     done = subprocess.run([sys.executable, "-c", NO_GROUP], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert_readable(ringcp.LayoutError(done.stdout.strip()), ringcp.LayoutError, ["mesh", "process group", "init"])
+
+
+def keys_of_a_cache(mesh):
+    k = torch.ones(1, 2, 9, 8)
+    with ringcp.context_parallel(mesh, buffers=[k], buffer_seq_dims=[2]):
+        F.scaled_dot_product_attention(k, k, k)
+        with pytest.raises(ringcp.LayoutError) as info:
+            F.scaled_dot_product_attention(k[:, :, :1], k, k)
+        assert_readable(info.value, ringcp.LayoutError, ["got 1, 9 and 9", "a KV cache is not supported"])
+        with pytest.raises(ringcp.LayoutError) as info:
+            F.scaled_dot_product_attention(*[k[:, :, :3]] * 3)
+        assert "KV cache" not in str(info.value)
+
+
+def test_a_query_beside_the_keys_of_a_cache(worlds):
+    worlds(1).run(keys_of_a_cache)
 
 
 def casts(mesh):

@@ -45,6 +45,7 @@ EXAMPLES = {
         r"(?s)4 ranks, 4 a node.*\* +usp +2 .*\nauto: largest.*\nusp: largest.*\ngather: largest",
         1,
     ),
+    f"{FOUR_RANKS}fsdp.py": (r"loss \d.*, of one process \d.*; largest relative difference of a gradient: \de-0", 1),
     f"{FOUR_RANKS}joint.py": (r"step 1: loss (\S+), of one process .*\nstep 2: loss (?!\1)", 1),
 }
 MEMORY = "python benchmarks/memory.py --seq-len 131072"
@@ -123,7 +124,7 @@ def test_what_explain_prints():
     assert f"```\n{printed.getvalue()}```" in README
 
 
-@pytest.mark.parametrize("example", ["quickstart", "attention", "usp", "joint"])
+@pytest.mark.parametrize("example", ["quickstart", "attention", "usp", "joint", "fsdp"])
 def test_the_snippets_are_the_examples(example):
     text = (ROOT / "examples" / f"{example}.py").read_text()
     snippets = re.findall(r"```python\n(.*?)```", README, re.S)
