@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py
     python benchmarks/gpu_check.py --device cpu --smoke
 
-Needs torch 2.11 or later, einops and triton, nothing else. Every part runs in a process of its own and within its share
+Needs torch 2.11 or later and triton, nothing else. Every part runs in a process of its own and within its share
 of the time; what did not fit, or failed, is said with its reason, and stops nothing else. gpu_check.json is rewritten
 after each part, with all tracebacks; the table comes at the end. The exit status is 0 when the parts were run, whatever
 they found.
