@@ -290,5 +290,5 @@ def _layout_text(spec: Tensor) -> str:
 
 def _shown(x: Tensor) -> str:
     # The local length is not part of it: lengths are compared with the layout instead.
-    shape = (*x.shape[:2], "S", *x.shape[3:])
-    return f"{shape} {x.dtype} on {x.device.type}"
+    batch, heads, _, dim = x.shape
+    return f"(B={batch}, H={heads}, S, D={dim}) {x.dtype} on {x.device.type}"

@@ -48,6 +48,7 @@ def attention_varlen(
     Args:
         q: (T_local, Hq, D), this rank's tokens of the packed row; k: (T_local, Hkv, D); v: (T_local, Hkv, Dv).
         cu_seqlens: (documents + 1,) cumulative lengths of the *whole* packed row, from 0 on; the same on every rank.
+            Tokens after the last document are padding: lengths of a rank's own tokens would make padding of the rest.
         mask: which positions of a document attend to which, such as ``Causal()``; None is all of them.
         mesh, layout, seq_len, mode, ulysses_degree, gather_memory, save, scale, softcap, alibi_slopes, dropout_p,
             kernel, sinks, return_lse, agree, timeout: as in `ringcp.attention`.

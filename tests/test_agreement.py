@@ -31,10 +31,10 @@ def refused_everywhere(mesh, call):
 # What the odd rank does: the changed arguments, and the fields that the error must show.
 MISMATCHES = {
     "dtype": (each(torch.Tensor.float), ["torch.float32", "not", "torch.float64"]),
-    "query heads": (each(lambda q: q[:, :2], "q"), ["q=(2, 2, 'S', 8)", "not q=(2, 4, 'S', 8)"]),
-    "kv heads": (each(lambda x: x[:, :1], "kv"), ["k=(2, 1, 'S', 8)", "v=(2, 1, 'S', 8)"]),
-    "head dim": (each(lambda x: torch.cat([x, x], 3)), ["q=(2, 4, 'S', 16)"]),
-    "batch": (each(lambda x: x[:1]), ["q=(1, 4, 'S', 8)"]),
+    "query heads": (each(lambda q: q[:, :2], "q"), ["q=(B=2, H=2, S, D=8)", "not q=(B=2, H=4, S, D=8)"]),
+    "kv heads": (each(lambda x: x[:, :1], "kv"), ["k=(B=2, H=1, S, D=8)", "v=(B=2, H=1, S, D=8)"]),
+    "head dim": (each(lambda x: torch.cat([x, x], 3)), ["q=(B=2, H=4, S, D=16)"]),
+    "batch": (each(lambda x: x[:1]), ["q=(B=1, H=4, S, D=8)"]),
     "layout name": (lambda _: {"layout": "striped"}, ["layout=striped, not layout=head_tail"]),
     "layout of another length": (
         lambda c: {"layout": ringcp.HeadTail(1000, c["mesh"].size())},
