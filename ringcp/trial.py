@@ -34,7 +34,8 @@ def try_functions(
         UnsupportedError: if it cannot.
     """
     if kernel.caps.functions and mask.explicit and 0 not in (batch, q_heads, q_len, k_len):
-        _try(kernel, problem, tuple(mask.spec.tolist()), min(q_len, _TOKENS), min(k_len, _TOKENS))
+        words = tuple(mask.spec.tolist())
+        _try(kernel, problem, words, min(q_len, _TOKENS), min(k_len, _TOKENS))  # type: ignore[arg-type]  # hashable
 
 
 # By the words of a spec, which tell functions apart by handles and hold none.

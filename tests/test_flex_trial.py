@@ -179,7 +179,6 @@ def test_nothing_keeps_a_function_that_was_tried():
     assert watched() is None
 
 
-@pytest.mark.timeout(175)
 def test_what_is_compiled():
     """Nothing for a later call, nor for other tensors in the same functions; and calls find no lengths but their own,
     so that their first ones are taken as they are.
