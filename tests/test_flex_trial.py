@@ -3,6 +3,7 @@
 import gc
 import re
 import sys
+import warnings
 import weakref
 from contextlib import contextmanager
 
@@ -22,9 +23,6 @@ from ringcp.kernels.flex import Flex
 from ringcp.options import Options
 from ringcp.testing import assert_close, reference_attention
 
-# Of Dynamo's own code.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-
 
 @pytest.fixture(autouse=True)
 def fresh():
@@ -34,7 +32,8 @@ def fresh():
 @contextmanager
 def chosen(kernel):
     """Whatever the call, this kernel; torch's own function refuses gradients on the CPU, which it has all the same."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")  # of Dynamo's own code
         patch.setattr(torchs, "_validate_device", lambda *tensors: None)
         for name in ("choose", "kernel_at"):
             patch.setattr(sys.modules["ringcp.call"], name, lambda *_: kernel)
