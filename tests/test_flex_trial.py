@@ -165,6 +165,8 @@ def test_no_function_is_asked_for_positions_that_there_are_not():
         for mask in (Predicate(mod), Predicate(blocks) & Padding([13, 7])):
             attended(mask)
             assert len(tried()) == 1
+        with pytest.raises(ringcp.LayoutError, match="expected a BlockMask of "):
+            attended(Predicate(blocks), seq_len=17)
 
 
 def test_nothing_keeps_a_function_that_was_tried():
