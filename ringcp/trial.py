@@ -51,8 +51,8 @@ def _try(kernel: Kernel, problem: Problem, words: tuple[int, ...], q_len: int, k
         except Exception as error:
             raise UnsupportedError(
                 f"mask: expected functions that kernel {kernel.name!r} can compile in {mask}, got "
-                f"{type(error).__name__}: {_first_words(error)}; write them with operations on tensors alone, or pass "
-                'kernel="reference"'
+                f"{type(error).__name__}: {_first_words(error)}; write them with pointwise operations and look-ups in "
+                'tensors, of what is computed before, or pass kernel="reference"'
             ) from error
 
 

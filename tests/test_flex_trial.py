@@ -42,7 +42,7 @@ def chosen(kernel):
 
 # --- on ranks
 
-LIMIT, SEEN = torch.tensor(20), []
+LIMIT, TABLE, SEEN = torch.tensor(20), torch.arange(24), []
 
 
 def fine(b, h, q_idx, kv_idx):
@@ -98,6 +98,24 @@ def check_refused(mesh, case, odd):
 @pytest.mark.parametrize("case, odd", [("prints", True), ("branches", False), ("notes", False)])
 def test_what_does_not_compile_is_refused_before_anything_is_sent(worlds, case, odd):
     worlds(2).run(check_refused, case, odd)
+
+
+def without_lse(*qkv, return_aux, **options):
+    """All that inductor compiles of it for a CPU."""
+    out = torchs.flex_attention(*qkv, **options)
+    return out, torchs.AuxOutput(lse=out[..., 0])
+
+
+@pytest.mark.parametrize(
+    "name, fn",
+    [
+        ("an item", lambda b, h, q, k: (q >= k) & (k < LIMIT.item())),
+        ("a reduction", lambda b, h, q, k: (q >= k) & (k < TABLE.max())),
+    ],
+)
+def test_what_only_the_compiler_behind_dynamo_refuses(name, fn):
+    with chosen(Flex(without_lse, "inductor")), pytest.raises(ringcp.UnsupportedError, match="got InductorError: "):
+        attended(Predicate(fn, name=name))
 
 
 # --- once
