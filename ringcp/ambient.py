@@ -42,6 +42,13 @@ def ambience(key: str, value: Any) -> Iterator[None]:
         _set(key, _entries(key))
 
 
+@contextmanager
+def around_kernels(device: torch.device) -> Iterator[None]:
+    """In the body no autocast and no context is seen: kernels are not the attention that these mean."""
+    with torch.autocast(device.type, enabled=False), ambience("context", None):
+        yield
+
+
 def layout_around(group_name: str) -> Any:
     """The layout of the innermost `context_parallel` around the caller on this process group, or None."""
     found = ambient("context")

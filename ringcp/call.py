@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringcp.agreement import Told, agree, signature, slopes_text
-from ringcp.ambient import ambience, ambient, layout_around
+from ringcp.ambient import ambient, around_kernels, layout_around
 from ringcp.arguments import Arguments, BackwardArguments, Facts, Result
 from ringcp.attn_mask import Fetching, Reading, mask_text, reading_of, whole_mask
 from ringcp.checks import (
@@ -38,6 +37,7 @@ from ringcp.modes import MODES, Choice, resolve_mode
 from ringcp.runs import Run, make_run, sizes_of
 from ringcp.schedule import Heads
 from ringcp.transport import P2P, warm_up
+from ringcp.trial import try_functions
 from ringcp.written import Extras
 
 PLAN_VERSION = 4
@@ -141,14 +141,14 @@ def members(group_name: str) -> tuple[dist.ProcessGroup | None, GroupState]:
 
 @contextmanager
 def running(state: GroupState, group: dist.ProcessGroup | None, q: Tensor) -> Iterator[None]:
-    """Around a run: kernels see no autocast and no context, whose attention they are not, and a failure breaks the
-    group, since peers wait for its transfers.
+    """Around a run: kernels see no autocast and no context, and a failure breaks the group, since peers wait for its
+    transfers.
     """
     try:
         if group is not None and q.is_cuda and not state.warm and state.world_size > 1:
             warm_up(group, q.device)
             state.warm = True
-        with torch.autocast(q.device.type, enabled=False), ambience("context", None):
+        with around_kernels(q.device):
             yield
     except BaseException as error:
         state.break_off(error)
@@ -181,6 +181,7 @@ def _prepared(a: Arguments, group: dist.ProcessGroup | None, state: GroupState) 
             of_kv = a.layout_spec if a.kv_layout_spec is None else a.kv_layout_spec
             lens = _at_least(a.q, a.layout_spec, q_len, state), _at_least(a.k, of_kv, kv_len, state)
             mask.probe(a.q.shape[0], a.q.shape[1], *lens, a.q.device)
+            try_functions(kernel, problem, mask, a.q.shape[0], a.q.shape[1], *lens)
     except RingcpError as error:
         return error
     except Exception as error:  # whatever it is, this rank votes before it raises

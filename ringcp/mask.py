@@ -311,8 +311,10 @@ def Predicate(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Any, *, n
     ``Causal()``, alone it is as dear as full attention, but for a `BlockMask`, whose empty blocks are neither computed
     nor moved. Each kernel call gets its part written out, evaluated anew in forward and backward, rows times keys of
     bools (times heads and batch if `fn` looks at them); but kernel "flex", on a GPU, compiles `fn` in and skips blocks
-    where nothing attends, if `fn` computes pointwise and looks up in tensors, and if ``&`` combines it. So tensors that
-    it captures stay as they are until backward is done; one that is seen to have been written to raises there.
+    where nothing attends, if `fn` computes pointwise and looks up in tensors, and if ``&`` combines it; there, one that
+    does not compile (it prints, branches on what a tensor holds, or sums one up) is refused before anything is sent.
+    Tensors that `fn` captures stay as they are until backward is done; one that is seen to have been written to raises
+    there.
 
     Make it outside of compiled code. Ranks agree on the name alone: give different functions different names.
 

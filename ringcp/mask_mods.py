@@ -76,12 +76,18 @@ class MaskMod:
         Raises:
             ArgumentError: if the function raises, or gives something else than a bool tensor on this device.
         """
-        sizes = batch, heads, q_len, k_len
-        if self.shape is not None:  # whether it is the right one, is not asked here
-            sizes = tuple(map(min, sizes, (batch, heads, *self.shape[2:])))  # type: ignore[assignment]
+        sizes = self.within((batch, heads, q_len, k_len))
         if 0 not in sizes:
             ends = [torch.tensor(sorted({0, size - 1}), dtype=torch.int64, device=device) for size in sizes]
             self._evaluated(*ends)
+
+    def within(self, sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+        """Of a call of (B, H, Q_LEN, KV_LEN), those for which it can be asked: lengths that it holds for."""
+        if self.shape is None:
+            return sizes
+        batch, heads, *lens = sizes
+        q_len, k_len = map(min, lens, self.shape[2:])
+        return batch, heads, q_len, k_len
 
     def _evaluated(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         try:

@@ -34,6 +34,14 @@ class Extras(NamedTuple):
     attn_mask: Tensor | None = None
 
 
+class Fused(NamedTuple):
+    """The first fields of an `Allowed`."""
+
+    functions: tuple[Callable[..., Any], ...]
+    by_row: bool
+    by_head: bool
+
+
 @dataclass(frozen=True)
 class Written:
     """What the pieces of a plan leave to say, on one rank.
@@ -101,15 +109,18 @@ class WrittenStep:
         return found
 
     @cached_property
-    def _fused(self) -> tuple[tuple[Callable[..., Any], ...], bool, bool] | None:
-        """The functions for a kernel that takes them, and on what they depend; None if it cannot. Asked in each step:
-        what a function does may change with what it captures.
-        """
-        mods, device = self.of.mask.conjunction, self.rows.device
-        if not mods or not all(mod.pointwise(device) for mod in mods):
-            return None
-        by_row, by_head = (any(which) for which in zip(*(mod.depends(device) for mod in mods), strict=True))
-        return tuple(mod.fn for mod in mods), by_row, by_head
+    def _fused(self) -> Fused | None:
+        """Asked in each step: what a function does may change with what it captures."""
+        return fused(self.of.mask, self.rows.device)
+
+
+def fused(mask: Mask, device: torch.device) -> Fused | None:
+    """The functions in `mask` for a kernel that takes them; None if it cannot."""
+    mods = mask.conjunction
+    if not mods or not all(mod.pointwise(device) for mod in mods):
+        return None
+    by_row, by_head = (any(which) for which in zip(*(mod.depends(device) for mod in mods), strict=True))
+    return Fused(tuple(mod.fn for mod in mods), by_row, by_head)
 
 
 def _positions(spans: Sequence[Span], device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernel_standins import cudnn_forward, efficient_forward, flash_forward
+from torch.nn.attention import flex_attention
 
 import ringcp
 from benchmarks import gpu_check
@@ -32,6 +33,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.part import Bench, Found, Orders, Row, Skipped
 from benchmarks.origin import commit
+from ringcp.kernels.flex import Flex
 from ringcp.kernels.registry import KERNELS
 from ringcp.kernels.sdpa_cudnn import SdpaCudnn
 from ringcp.kernels.sdpa_efficient import SdpaEfficient
@@ -232,7 +234,17 @@ def test_a_wrong_kernel_of_functions_is_found(monkeypatch):
     rows = []
     monkeypatch.setattr(functions, "CASES", functions.CASES[:1])
     functions.functions(bench_here(rows), "sdpa_flash_cpu")
-    assert [(row.name, row.status) for row in rows] == [("predicate, exact", "wrong"), ("predicate, one call", "info")]
+    names = "predicate, exact", "predicate, one call", "tried before a call"
+    assert [(row.name, row.status) for row in rows] == list(zip(names, ("wrong", "info", "info"), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_what_a_compiler_takes_is_found(monkeypatch):
+    """By Dynamo, which comes before what a GPU alone has."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    found = functions.trial(torch.device("cpu"), Flex(backend="eager"))
+    assert found.values["again s"] < found.values["first s"] / 10
+    assert (found.values["a branch"], found.values["a reduction"]) == ("refused", "compiled")
 
 
 def test_other_bits_are_found(monkeypatch):
@@ -412,6 +424,7 @@ WRITTEN = {
         ("a sdpa_flash_cpu", "usp bf16"),
         ("a reference", "ring two runs, deterministic"),
         *(("a functions", f"{case.name}, {what}") for case in functions.CASES for what in ("exact", "one call")),
+        ("a functions", "tried before a call"),
     ],
     "machine b c": [
         ("machine", "device"),

@@ -1,4 +1,4 @@
-"""Part (a), masks and biases that functions say: exact in a ring, and the time of one call.
+"""Part (a), masks and biases that functions say: exact in a ring, the time of one call, and what does not compile.
 
 A predicate, a `BlockMask` and ALiBi, each with kernel "flex" on a GPU: the first kernel that takes them there. The time
 is held against kernel "reference" and against torch's SDPA with the mask, or the bias, written out before.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,7 +23,11 @@ from benchmarks.gpu.exactness import BATCH, KV_HEADS, NAMES, Q_HEADS, Tensors, g
 from benchmarks.gpu.exactness import Case as Given
 from benchmarks.gpu.exactness import tensors as random_tensors
 from benchmarks.gpu.part import Bench, Found, Row
+from ringcp.errors import UnsupportedError
+from ringcp.kernels.base import Kernel, problem_of
+from ringcp.kernels.registry import KERNELS
 from ringcp.testing import assert_close, in_process, reference_attention
+from ringcp.trial import try_functions
 
 RANKS = 2
 
@@ -77,7 +81,7 @@ def dense(case: Case, mask: ringcp.mask.Mask, n: int, heads: int, device: torch.
 
 
 def functions(bench: Bench, kernel: str) -> None:
-    """Two rows a case."""
+    """Two rows a case, and one for what comes before a call."""
     reasons = refusals(kernel, bench.device)
     if reasons:
         bench.report(Row("all", "skipped", "; ".join(reasons), {}, 0.0))
@@ -89,6 +93,7 @@ def functions(bench: Bench, kernel: str) -> None:
         for case in CASES:
             bench.check(f"{case.name}, exact", partial(exact, bench, kernel, case))
             bench.check(f"{case.name}, one call", partial(one_call, bench, kernel, case))
+        bench.check("tried before a call", partial(trial, bench.device, KERNELS[kernel]))
 
 
 def exact(bench: Bench, kernel: str, case: Case) -> Found:
@@ -158,6 +163,36 @@ def one_call(bench: Bench, kernel: str, case: Case) -> Found:
     values: dict[str, float | int | str] = {f"{name} ms": 1e3 * seconds for name, seconds in both.items()}
     values |= {"fwd ms": 1e3 * median(t.forward for t in times[0]), "first calls s": warm}
     return Found(values, f"{n} tokens, {BATCH} x {heads} heads of 128", "info")
+
+
+def trial(device: torch.device, kernel: Kernel) -> Found:
+    """Seconds that a function costs before its first call and before the next one; and which ones are refused."""
+    if not kernel.caps.functions:
+        return Found({}, "compiles nothing", "info")
+    limits = torch.arange(300, device=device)
+    x = limits.new_zeros(BATCH, KV_HEADS, 1, 64, dtype=torch.bfloat16)
+    problem = problem_of(x, x, x, 0.125, None, False, False, False, True)
+    odd = {
+        "a branch": lambda b, h, q, k: q >= k if limits[1] > 0 else q <= k,
+        ".item()": lambda b, h, q, k: k <= limits[9].item(),
+        "a reduction": lambda b, h, q, k: (q >= k) & (k <= limits.max()),
+    }
+
+    def seconds(mask: ringcp.mask.Mask, grad: bool = False) -> float:
+        start = time.monotonic()
+        try_functions(kernel, replace(problem, needs_grad=grad), mask, BATCH, KV_HEADS, len(limits), len(limits))
+        return time.monotonic() - start
+
+    mask = ringcp.Predicate(_of_types)
+    values: dict[str, float | int | str] = {"first s": seconds(mask, True), "again s": seconds(mask, True)}
+    for name, fn in odd.items():
+        try:
+            seconds(ringcp.Predicate(fn, name="odd"))
+            values[name] = "compiled"
+        except UnsupportedError:
+            values[name] = "refused"
+    assert values["a branch"] == "refused", "a function that branches on what a tensor holds was taken"
+    return Found(values)
 
 
 def _median(times: Sequence[Times]) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringcp.cutting import Caps
+from ringcp.kernels.pairwise import Allowed
 from ringcp.lower import Form
 
 
@@ -149,4 +150,14 @@ class Kernel(Protocol):
         ...
 
 
-__all__ = ["Form", "Kernel", "Problem", "problem_of"]
+class TakesFunctions(Kernel, Protocol):
+    """A kernel whose caps say `functions`: it compiles them."""
+
+    def probe(self, problem: Problem, allowed: Allowed) -> None:
+        """Compile the functions of `allowed` for calls of `problem`, forward and, if it has one, backward, and run that
+        on these few pairs, whose keys have one head. It raises whatever a call would.
+        """
+        ...
+
+
+__all__ = ["Form", "Kernel", "Problem", "TakesFunctions", "problem_of"]

@@ -11,6 +11,7 @@ of w * (delta of the tile - delta) makes that P * (dout v^T - delta). The price 
 
 A mask becomes a `BlockMask`: blocks of 128 by 128 where nothing attends are not computed. It is made anew for each
 call, since what functions capture may have changed, and by compiled code, so that only its blocks are written out.
+What does not compile is refused before anything is sent: see `probe`.
 
 Not yet run on a GPU. Tests run torch's own function on the CPU, which computes by matmuls what the kernels compute, and
 a stand-in that reads blocks as these do.
@@ -21,7 +22,7 @@ Shapes: B batch, H query heads, M query rows, N keys, D head dim of q and k, E o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from types import FunctionType
@@ -47,11 +48,13 @@ Mod = Callable[..., Any]
 class Flex:
     """fp32, fp16 and bf16; any band, explicit masks, softcap, ALiBi; GQA without repeats; deterministic.
 
-    attend: in place of torch's function, for tests. backend: of torch.compile; None leaves it eager.
+    attend: in place of torch's function, for tests. backend: of torch.compile; None leaves it eager. trial: whether
+        what it compiles is for no call.
     """
 
     attend: Callable[..., Any] | None = None
     backend: str | None = "inductor"
+    trial: bool = False
 
     name = "flex"
     caps = Caps(causal="bottom_right", band="any", functions=True)
@@ -64,6 +67,22 @@ class Flex:
         dims = (("head_dim", problem.head_dim), ("value_dim", problem.value_dim))
         reasons += [f"{name} {dim} > {_LARGEST_DIM}" for name, dim in dims if dim > _LARGEST_DIM]
         return reasons + _without_triton(problem)
+
+    def probe(self, problem: Problem, allowed: Allowed) -> None:
+        # Not with the compiled code of calls: their lengths would be its second ones, which are variables.
+        kernel = replace(self, trial=True)
+        batch, heads, m, n = (len(x) for x in (allowed.batch, allowed.heads, allowed.rows, allowed.keys))
+        of_q, of_k, of_v = (heads, m, problem.head_dim), (1, n, problem.head_dim), (1, n, problem.value_dim)
+        q, k, v = (torch.zeros(batch, *of, dtype=problem.dtype, device=problem.device) for of in (of_q, of_k, of_v))
+        lse = torch.zeros(batch, heads, m, device=problem.device)
+        alibi = Alibi(lse[:, :, 0], allowed.rows, allowed.keys) if problem.alibi else None
+        how: dict[str, Any] = {"form": Form(), "scale": problem.scale, "softcap": problem.softcap}
+        how |= {"allowed": allowed, "alibi": alibi}
+        if problem.needs_grad:  # which computes the tile as well
+            out = v.new_zeros(batch, heads, m, problem.value_dim)
+            kernel.backward(out, q, k, v, out, lse, None, **how)
+        else:
+            kernel.forward(q, k, v, **how)
 
     @torch.no_grad()
     def forward(
@@ -125,7 +144,7 @@ class Flex:
         mask_mod, score_mod = _mask_mod(form, allowed, q.device), _score_mod(softcap, alibi)
         # Kinds hold all but the lengths: what varies among calls of one becomes a variable, and not everything can be.
         masks, block_mask = (*_masks(q, allowed), q.device), None
-        kind = *_codes(mask_mod), *masks
+        kind = self.trial, *_codes(mask_mod), *masks
         if mask_mod is not None:
             with torch.no_grad():
                 block_mask = self._compiled(_blocks, kind)(mask_mod, q.shape[2], k.shape[2], *masks)
