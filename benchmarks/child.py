@@ -9,8 +9,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# What it says to stderr is shown so much later: what it says to a Ctrl-C, which reaches both processes, is not.
-_DELAY_S = 0.3
+# What it says to stderr is shown so much later: what it says to a Ctrl-C, which reaches both processes, is not. That
+# `Popen.wait` is interrupted is known 0.25 s after it was.
+_DELAY_S = 1.0
 _ENDS_BY_ITSELF_S = 5.0
 
 

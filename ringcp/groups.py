@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcp.errors import LayoutError, PeerError
 from ringcp.modes import ranks_per_node
 from ringcp.spec import host_int64
-from ringcp.transport import deadline_of, limit_text, wait_until
+from ringcp.transport import deadline_of, give_way, limit_text, wait_until
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -118,6 +118,7 @@ class GlooChannel:
         deadline = deadline_of(timeout)
         awaited = self._rank
         sends, recvs = [], []
+        give_way()
         try:
             for peer in peers:
                 awaited = peer
@@ -125,11 +126,13 @@ class GlooChannel:
             for peer in peers:
                 awaited = peer
                 recvs.append((peer, group.recv([received[peer]], peer, tag)))
+            give_way()
             for peer, work in [*recvs, *sends]:
                 awaited = peer
                 wait_until(work, deadline)
         except RuntimeError as error:
             raise _absent(self._rank, [awaited], timeout, error) from error
+        give_way()
         return received
 
 

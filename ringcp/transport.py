@@ -7,6 +7,7 @@ Peers are group ranks. Buffers must not be touched between post and wait.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -58,6 +59,15 @@ def wait_until(work: dist.Work, deadline: float | None) -> None:
         work.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
 
 
+def give_way() -> None:
+    """Let gloo's threads run, which send and receive, around each round of messages.
+
+    They share the cores with what computes. One that wakes up beside a thread in its time slice (3 to 4 ms) waits for
+    the end of that; not beside one that has just given way.
+    """
+    os.sched_yield()
+
+
 def limit_text(timeout: float | None) -> str:
     """A timeout, as errors say it."""
     return "the group's timeout" if timeout is None else f"{timeout:g} s"
@@ -78,10 +88,15 @@ class P2P:
         # Sends before receives, in one batch, in the same order on every rank: NCCL matches by order alone.
         ops = [(dist.isend, parcel) for parcel in sends] + [(dist.irecv, parcel) for parcel in recvs]
         batch = [dist.P2POp(op, p.tensor, group=self._group, group_peer=p.peer, tag=p.tag) for op, p in ops]
+        on_host = not ops[0][1].tensor.is_cuda
+        if on_host:
+            give_way()
         try:
             works = dist.batch_isend_irecv(batch)
         except RuntimeError as error:
             raise self._peer_error(where, ops[0][1], "sending to", error) from error
+        if on_host:
+            give_way()
         return _Works(self, works, sends, recvs, where)
 
     def _peer_error(self, where: str, parcel: Parcel, verb: str, error: RuntimeError) -> PeerError:
@@ -135,12 +150,14 @@ class _Works:
                 work.wait()
             return
         deadline = deadline_of(self._transport._timeout)
+        give_way()
         # Receives first: a missing message is the better clue.
         for work, (verb, parcel) in reversed(list(zip(self._works, parcels, strict=True))):
             try:
                 wait_until(work, deadline)
             except RuntimeError as error:
                 raise self._transport._peer_error(self._where, parcel, verb, error) from error
+        give_way()
 
 
 class InProcess:

@@ -278,6 +278,7 @@ def check_mismatch(mesh, what, odd):
     check_works(mesh)
 
 
+@pytest.mark.report("1.43", raises=True)
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_ranks_that_disagree(worlds, what):
     for odd in (0, 2):
