@@ -109,7 +109,7 @@ def check_no_documents(given: Sequence[Given], layout: Layout | str) -> None:
     """Refuse position ids that start anew, for which no mask was given: the documents would see each other."""
     for g in given:
         x = g.tensor
-        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool or not x.numel():
+        if not _holds_integers(x) or not x.numel():
             continue
         rows = x.movedim(g.dim, -1).reshape(-1, g.seq_len).long()  # of some integers there are no comparisons
         if isinstance(layout, Layout):  # behind replicated tokens, the rest may count from 0 again
@@ -130,12 +130,16 @@ def _restarts(rows: Tensor) -> bool:
     return bool((starts[:, 0] & runs.all(1)).all() and packed.any())
 
 
+def _holds_integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
 def numbers_text(given: Sequence[Given]) -> list[str]:
     """Words of a vote on what integer buffers hold: ranks whose loaders drew different batches fall out by them."""
     return [
         f"the numbers in {g.name} (whole, and the same on every rank)=#{_hash(g.tensor):016x}"
         for g in given
-        if g.tensor.dtype in _INTEGERS
+        if _holds_integers(g.tensor)
     ]
 
 
@@ -145,9 +149,6 @@ def _hash(x: Tensor) -> int:
     mixed = (mixed ^ (torch.arange(len(mixed), device=x.device) * -0x61C8864680B583EB)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ (mixed >> 30)) * -0x6B2FB644ECCEEE15
     return int((mixed ^ (mixed >> 27)).sum()) % (1 << 64)
-
-
-_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
 def sized(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -37,7 +37,11 @@ class Placing(Hashable, Protocol):
 
 def placed(layout: Placing, rank: int) -> list[tuple[int, Span]]:
     """Each span of a rank with the local row at which it starts."""
-    spans = layout.spans(rank)
+    return from_zero(layout.spans(rank))
+
+
+def from_zero(spans: Sequence[Span]) -> list[tuple[int, Span]]:
+    """Each span with the place at which it starts among the positions of all of them."""
     return list(zip(accumulate((s.length for s in spans), initial=0), spans, strict=False))
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 from typing import NamedTuple
 
 from ringcp.band import Band, Range, count, crop, length_of
 from ringcp.errors import ArgumentError
 from ringcp.layout import Layout, Span
 from ringcp.mask import Mask
-from ringcp.needs import positions_of
+from ringcp.needs import from_zero, placed, positions_of
 from ringcp.schedule import Heads, Message, Step, build
 from ringcp.steps import owner_words
 from ringcp.topology import Topology, ring
@@ -139,9 +138,9 @@ def _share(some: Range | None, heads: int | None) -> Fraction:
 
 
 def _work(layout: Layout, rank: int, at: int, step: Step, row: int, heads: Heads | None) -> Iterator[Work]:
-    queries = _from_zero(layout.spans(rank))
+    queries = placed(layout, rank)
     in_hand = step.positions if step.source is None else positions_of(layout, step.source, step.rows)
-    keys = _from_zero(in_hand)
+    keys = from_zero(in_hand)
     for tile in step.tiles:
         if tile.batch is not None and not tile.batch[0] <= row < tile.batch[1]:
             continue
@@ -151,11 +150,6 @@ def _work(layout: Layout, rank: int, at: int, step: Step, row: int, heads: Heads
                 band = crop(tile.band, (q_at, q_at + q.length), (k_at, k_at + k.length))
                 if band is not None:
                     yield Work(rank, at, step.source, q, k, band.shift(-q_at, -k_at), share)
-
-
-def _from_zero(spans: Sequence[Span]) -> list[tuple[int, Span]]:
-    """Runs of positions, each with the place at which it starts among them."""
-    return list(zip(accumulate((s.length for s in spans), initial=0), spans, strict=False))
 
 
 @dataclass(frozen=True)

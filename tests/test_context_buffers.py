@@ -26,6 +26,7 @@ from torch.distributed.tensor.experimental import context_parallel as torch_cont
 
 import ringcp
 from ringcp import inplace, leaves
+from ringcp.context_buffers import checked_buffers, numbers_text
 from ringcp.layout import Layout, layout_named
 from ringcp.testing import reference_attention
 
@@ -283,6 +284,18 @@ def check_mismatch(mesh, what, odd):
 def test_ranks_that_disagree(worlds, what):
     for odd in (0, 2):
         worlds(3).run(check_mismatch, what, odd)
+
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_the_numbers_of_every_kind_of_integer_are_compared(name):
+    one, other, same = (
+        numbers_text(checked_buffers([torch.tensor([1, n, 3]).to(getattr(torch, name))], [0], [])) for n in (2, 4, 2)
+    )
+    assert one == same != other
+    assert len(one) == 1
 
 
 def check_many_disagree(mesh):
