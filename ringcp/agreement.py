@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from hashlib import blake2b
+from struct import Struct
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from ringcp.channels import Channel
 from ringcp.errors import AgreementError, PeerError, RingcpError
-from ringcp.groups import Channel, GroupState
-from ringcp.spec import host_int64
+from ringcp.groups import GroupState
 
 _WORDS_BYTES = 16384
 _VOTE_TAG, _WORDS_TAG = 1 << 30, (1 << 30) + 1
@@ -35,6 +35,9 @@ class Told(NamedTuple):
     mask_keys: int = -1
 
 
+_VOTE = Struct(f"={3 + len(Told._fields)}q")
+
+
 class Vote(NamedTuple):
     """What one rank says: a hash of what must be equal, its call number, what it tells, and whether it refuses."""
 
@@ -43,13 +46,12 @@ class Vote(NamedTuple):
     told: Told
     refused: bool
 
-    @property
-    def spec(self) -> Tensor:
-        return host_int64([self.signature, self.call, *self.told, self.refused])
+    def encoded(self) -> bytes:
+        return _VOTE.pack(self.signature, self.call, *self.told, self.refused)
 
     @classmethod
-    def decoded(cls, spec: Tensor) -> Vote:
-        signature, call, *told, refused = spec.tolist()
+    def decoded(cls, message: bytes) -> Vote:
+        signature, call, *told, refused = _VOTE.unpack(message)
         return cls(signature, call, Told(*told), bool(refused))
 
 
@@ -90,8 +92,8 @@ def agree(
         return [told]
     mine = Vote(signature(words), call, told, refusal is not None)
     try:
-        received = state.channel.exchange(mine.spec, _VOTE_TAG, timeout)
-        votes = [Vote.decoded(spec) for spec in received]
+        received = state.channel.exchange(mine.encoded(), _VOTE_TAG, timeout)
+        votes = [Vote.decoded(message) for message in received]
         if not any(vote.refused for vote in votes) and len({vote[:2] for vote in votes}) == 1:
             return [vote.told for vote in votes]
         said = _exchange_words(state.channel, str(refusal) if refusal is not None else words, timeout)
@@ -109,8 +111,8 @@ def agree(
 
 def _exchange_words(channel: Channel, words: str, timeout: float | None) -> list[str]:
     data = words.encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES, b"\0")
-    received = channel.exchange(torch.tensor(list(data), dtype=torch.uint8, device="cpu"), _WORDS_TAG, timeout)
-    return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in received]
+    received = channel.exchange(data, _WORDS_TAG, timeout)
+    return [text.rstrip(b"\0").decode(errors="replace") for text in received]
 
 
 def _verdict(votes: list[Vote], said: list[str]) -> str:

@@ -27,10 +27,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, cross: bool) -> None:
         ArgumentError: dims, dtypes, devices, batch sizes, heads or head dims that do not.
         LayoutError: local lengths that do not.
     """
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+    def shapes() -> str:
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ArgumentError(
-            f"q, k, v: expected 4 dims (batch, heads, local tokens, head dim), got {shapes}; add the missing dims"
+            f"q, k, v: expected 4 dims (batch, heads, local tokens, head dim), got {shapes()}; add the missing dims"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ArgumentError(
@@ -41,9 +44,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, cross: bool) -> None:
     if not q.device == k.device == v.device:
         raise ArgumentError(f"q, k, v: expected one device, got {q.device}, {k.device}, {v.device}; move them")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ArgumentError(f"q, k, v: expected equal batch sizes in dim 0, got {shapes}; expand the smaller one")
+        raise ArgumentError(f"q, k, v: expected equal batch sizes in dim 0, got {shapes()}; expand the smaller one")
     if k.shape[1] != v.shape[1]:
-        raise ArgumentError(f"k, v: expected equal head counts in dim 1, got {shapes}; repeat the fewer heads")
+        raise ArgumentError(f"k, v: expected equal head counts in dim 1, got {shapes()}; repeat the fewer heads")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ArgumentError(
             "q, k: expected query heads that are a multiple of the key heads in dim 1, "
@@ -51,12 +54,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, cross: bool) -> None:
         )
     if q.shape[3] != k.shape[3]:
         raise ArgumentError(
-            f"q, k: expected equal head dims in dim 3, got {shapes}; "
+            f"q, k: expected equal head dims in dim 3, got {shapes()}; "
             "pad the smaller one with zeros, and pass scale= of the unpadded dim"
         )
     if k.shape[2] != v.shape[2] or not (cross or q.shape[2] == k.shape[2]):
         raise LayoutError(
-            f"q, k, v: expected equal local lengths in dim 2, got {shapes}; shard all three with one layout, or pass "
+            f"q, k, v: expected equal local lengths in dim 2, got {shapes()}; shard all three with one layout, or pass "
             "that of k and v, which are another sequence, as kv_layout= (a KV cache is not supported)"
         )
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -64,7 +67,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, cross: bool) -> None:
             "CUDA graphs: the vote is on the host, got a call under capture; capture around attention only"
         )
     if 0 in (q.shape[3], v.shape[3]):
-        raise ArgumentError(f"q, k, v: expected head dims of at least 1 in dim 3, got {shapes}; give each head a dim")
+        raise ArgumentError(f"q, k, v: expected head dims of at least 1 in dim 3, got {shapes()}; give each head a dim")
 
 
 def check_group(q: Tensor, group: dist.ProcessGroup | None) -> None:

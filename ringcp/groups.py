@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringcp.board import NodeChannel
+from ringcp.channels import Channel, GlooChannel, StoreChannel
 from ringcp.errors import LayoutError, PeerError
 from ringcp.modes import ranks_per_node
-from ringcp.spec import host_int64
-from ringcp.transport import deadline_of, give_way, limit_text, wait_until
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -82,97 +82,15 @@ def _resolved(name: str) -> dist.ProcessGroup:
 
 def _grid_group(ring_group: dist.ProcessGroup, state: GroupState, exchange_name: str) -> dist.ProcessGroup:
     """A group of all ranks of a grid, those of one exchange behind one another, made by these ranks alone."""
-    row = host_int64(dist.get_process_group_ranks(_resolved(exchange_name)))
+    row = array("q", dist.get_process_group_ranks(_resolved(exchange_name))).tobytes()
     rows = [row] if state.channel is None else state.channel.exchange(row, _GRID_TAG, None)
-    timeout = ring_group._get_backend(torch.device(next(iter(ring_group._device_types)))).options._timeout
-    ranks = [rank for members in rows for rank in members.tolist()]
+    ranks = list(array("q", b"".join(rows)))
+    timeout = _timeout_of(ring_group)
     return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="ringcp_grid")
 
 
-class Channel(Protocol):
-    """How the ranks of a group tell each other a few numbers."""
-
-    def exchange(self, message: torch.Tensor, tag: int, timeout: float | None) -> list[torch.Tensor]:
-        """Every rank's message (all of one shape and dtype), in rank order.
-
-        Raises:
-            PeerError: if a rank does not come in time, by its number.
-        """
-        ...
-
-
-class GlooChannel:
-    """Pairwise messages on the group's CPU backend: one round, and a missing rank is known by its number."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        # Weak, since the group's state holds this channel: otherwise a destroyed group, its key, would live for ever.
-        self._group = weakref.ref(group)
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-
-    def exchange(self, message: torch.Tensor, tag: int, timeout: float | None) -> list[torch.Tensor]:
-        group = self._group()
-        assert group is not None, "whoever votes holds the group"
-        peers = [rank for rank in range(self._world_size) if rank != self._rank]
-        received = [torch.empty_like(message) for _ in range(self._world_size)]
-        received[self._rank] = message
-        deadline = deadline_of(timeout)
-        awaited = self._rank
-        sends, recvs = [], []
-        give_way()
-        try:
-            for peer in peers:
-                awaited = peer
-                sends.append((peer, group.send([message], peer, tag)))
-            for peer in peers:
-                awaited = peer
-                recvs.append((peer, group.recv([received[peer]], peer, tag)))
-            give_way()
-            for peer, work in [*recvs, *sends]:
-                awaited = peer
-                wait_until(work, deadline)
-        except RuntimeError as error:
-            raise _absent(self._rank, [awaited], timeout, error) from error
-        give_way()
-        return received
-
-
-class StoreChannel:
-    """Messages through the group's key-value store, for groups without a CPU backend."""
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self._store = store
-        self._rank, self._world_size = rank, world_size
-        self._round = 0
-        # A store can outlive its group: votes of an earlier one must not be read.
-        self._life = store.add(f"ringcp/lives/{rank}", 1)
-
-    def exchange(self, message: torch.Tensor, tag: int, timeout: float | None) -> list[torch.Tensor]:
-        self._round += 1
-        keys = [self._key(self._round, rank) for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], bytes(message.view(torch.uint8).tolist()))  # type: ignore[arg-type]
-        try:
-            if timeout is None:
-                self._store.wait(keys)
-            else:
-                self._store.wait(keys, timedelta(seconds=timeout))
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise _absent(self._rank, missing, timeout, error) from error
-        if self._round > 2:  # whoever has come to this round has read the one before the last
-            self._store.delete_key(self._key(self._round - 2, self._rank))
-        read = [torch.frombuffer(bytearray(self._store.get(key)), dtype=message.dtype) for key in keys]
-        return [words.view(message.shape) for words in read]
-
-    def _key(self, round_: int, rank: int) -> str:
-        return f"ringcp/{self._life}/{round_}/{rank}"
-
-
-def _absent(rank: int, missing: Sequence[int], timeout: float | None, error: BaseException) -> PeerError:
-    limit = limit_text(timeout)
-    return PeerError(
-        f"rank {rank}, vote before step 0: waited for the vote of rank {', '.join(map(str, missing))}, "
-        f"which died or did not call within {limit}: look for its error, or raise timeout=. ({error})"
-    )
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(torch.device(next(iter(group._device_types)))).options._timeout
 
 
 @dataclass
@@ -211,6 +129,8 @@ class GroupState:
         """Mark the group broken: messages of the failed call may still be under way."""
         if self.world_size > 1:
             self.broken = f"{type(error).__name__}: {error}"
+            if self.channel is not None:
+                self.channel.leave()
 
 
 def neighbours(ranks: Sequence[int]) -> int:
@@ -237,6 +157,17 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
 def _channel(group: dist.ProcessGroup, rank: int, world_size: int) -> Channel | None:
     if world_size == 1:
         return None
+    of_group = weakref.ref(group)  # the group is the key of what holds the channel
+
+    def own_timeout() -> float:
+        alive = of_group()
+        assert alive is not None, "whoever votes holds the group"
+        return _timeout_of(alive).total_seconds()
+
+    return NodeChannel(_far_channel(group, rank, world_size), rank, world_size, own_timeout)
+
+
+def _far_channel(group: dist.ProcessGroup, rank: int, world_size: int) -> Channel:
     if torch.device("cpu") in group._device_types:
         return GlooChannel(group)
     return StoreChannel(group.get_group_store(), rank, world_size)

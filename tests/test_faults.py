@@ -148,6 +148,22 @@ def survive_until_backward(mesh, odd, place):
     return peer_error(lambda: train(mesh), mesh, TRANSFER.format(direction="backward"))
 
 
+def outlive(mesh, odd):
+    check_exact(mesh, 13)
+    if mesh.get_local_rank() == odd:
+        die()
+    started = time.perf_counter()
+    with pytest.raises(ringcp.PeerError, match=f"waited for the vote of rank {odd}, which died"):
+        train(mesh, timeout=100)
+    return time.perf_counter() - started
+
+
+def test_a_peer_that_has_died_is_not_waited_for(worlds):
+    *survived, lost = worlds(3).run(outlive, 2, return_exceptions=True)
+    assert isinstance(lost, RankLost)
+    assert max(survived) < 20, survived
+
+
 @contextlib.contextmanager
 def breakable(mesh, **options):
     """A group of its own for the body to break. It can be destroyed and replaced by another, as the error says."""

@@ -1,7 +1,6 @@
 """Channels, call numbers and the state of groups: what is voted on when, over what, and what is kept."""
 
 import gc
-import threading
 import time
 import weakref
 from datetime import timedelta
@@ -12,12 +11,13 @@ import torch
 import torch.distributed as dist
 from calls import attend, check_exact, make_call, new_mesh
 from test_agreement import refused_everywhere, seq_len_of
+from test_channels import in_threads
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringcp
 from ringcp import groups
-from ringcp.agreement import Told, agree
-from ringcp.groups import GlooChannel, GroupState, StoreChannel, group_of, state_of
+from ringcp.channels import GlooChannel, StoreChannel
+from ringcp.groups import group_of, state_of
 from ringcp.testing import assert_close, reference_attention
 
 
@@ -156,110 +156,12 @@ def test_a_world_of_one_has_nobody_to_ask(worlds):
     worlds(1).run(world_of_one)
 
 
-def in_threads(size, fn):
-    """``fn(rank)`` of every rank, each in a thread; results or exceptions by rank."""
-    results = [None] * size
-
-    def run(rank):
-        try:
-            results[rank] = fn(rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return results
-
-
-def make_store(kind, tmp_path):
-    return dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), -1)
-
-
-@pytest.mark.parametrize("kind", ["hash", "file"])
-def test_messages_through_a_store_and_the_old_ones_deleted(kind, tmp_path):
-    store = make_store(kind, tmp_path)
-
-    def exchange(rank):
-        channel = StoreChannel(store, rank, 3)
-        rounds = [channel.exchange(torch.tensor([rank, -i], dtype=torch.int64), 0, 10) for i in range(8)]
-        return [[message.tolist() for message in received] for received in rounds]
-
-    expected = [[[rank, -i] for rank in range(3)] for i in range(8)]
-    assert in_threads(3, exchange) == [expected] * 3
-    kept = store.num_keys() - (kind == "file")  # a FileStore keeps a key of its own
-    assert kept <= 3 + 2 * 3  # the count of lives of each rank, and two rounds
-    assert all(store.check([f"ringcp/1/8/{rank}"]) and not store.check([f"ringcp/1/6/{rank}"]) for rank in range(3))
-
-
-def test_votes_of_an_earlier_group_in_the_same_store_are_not_read():
-    store = dist.HashStore()
-
-    def exchange(rank):
-        said = []
-        for life in range(3):
-            channel = StoreChannel(store, rank, 2)
-            said.append([x.item() for x in channel.exchange(torch.tensor([10 * life + rank]), 0, 10)])
-        return said
-
-    assert in_threads(2, exchange) == [[[0, 1], [10, 11], [20, 21]]] * 2
-
-
-@pytest.mark.parametrize("kind", ["hash", "file"])
-def test_ranks_missing_in_a_store_are_named(kind, tmp_path):
-    store = make_store(kind, tmp_path)
-
-    def exchange(rank):
-        if rank in (1, 3):
-            return None
-        return StoreChannel(store, rank, 4).exchange(torch.zeros(4, dtype=torch.int64), 0, 0.2)
-
-    errors = in_threads(4, exchange)
-    for rank in (0, 2):
-        assert isinstance(errors[rank], ringcp.PeerError)
-        assert f"rank {rank}, vote before step 0: waited for the vote of rank 1, 3, " in str(errors[rank])
-        assert "within 0.2 s" in str(errors[rank])
-
-
-def test_votes_through_a_store():
-    store = dist.HashStore()
-
-    def vote(rank):
-        state = GroupState(rank, 3, StoreChannel(store, rank, 3), 3)
-        said = []
-        for words in (["a=1"] * 3, ["a=1", "a=2", "a=1"], ["a=1"] * 3, ["a=1", None, "a=1"], ["a=1"] * 3):
-            call = state.next_call()
-            refusal = ringcp.ArgumentError("a: got b") if words[rank] is None else None
-            try:
-                said.append(
-                    agree(
-                        state,
-                        call,
-                        words[rank] or "",
-                        Told(10 + rank, 20 - rank, 30 + rank, rank == 1, *((5, 6) if rank == 1 else ())),
-                        refusal,
-                        10,
-                    )
-                )
-            except ringcp.RingcpError as error:
-                said.append(f"{type(error).__name__}: {error}")
-        return said
-
-    told = [(10, 20, 30, False, -1, -1), (11, 19, 31, True, 5, 6), (12, 18, 32, False, -1, -1)]
-    for rank, said in enumerate(in_threads(3, vote)):
-        odd = f"AgreementError: rank {rank}: rank 1 made a different call than rank 0: a=2, not a=1. Nothing was sent."
-        refused = f"AgreementError: rank {rank}: rank 1 refused its arguments (a: got b). Nothing was sent."
-        assert said == [told, odd, told, "ArgumentError: a: got b" if rank == 1 else refused, told]
-
-
 def vote_through_the_groups_store(mesh):
     group = group_of(mesh)
     state = state_of(group)
-    assert isinstance(state.channel, GlooChannel)
+    assert isinstance(groups._far_channel(group, state.rank, state.world_size), GlooChannel)
     on_gpus = SimpleNamespace(_device_types=[torch.device("cuda")], get_group_store=group.get_group_store)
-    before, state.channel = state.channel, groups._channel(on_gpus, state.rank, state.world_size)
+    before, state.channel = state.channel, groups._far_channel(on_gpus, state.rank, state.world_size)
     assert isinstance(state.channel, StoreChannel)
     try:
         call, *_ = make_call(mesh, 9)

@@ -32,10 +32,12 @@ def shared(
     alibi: bool = False,
     attn_mask: bool = False,
 ) -> list[str]:
-    """Refusals by device type, dtype, bands, written masks, softcap, ALiBi, attn_mask, dropout and head dims."""
-    reasons = []
+    """Refusals by dtype, bands, written masks, softcap, ALiBi, attn_mask, dropout and head dims; or by device alone,
+    since most kernels are for another one, and every call asks all.
+    """
     if problem.device.type != device:
-        reasons.append(f"device {problem.device.type} is not {device}")
+        return [f"device {problem.device.type} is not {device}"]
+    reasons = []
     if problem.dtype not in dtypes:
         reasons.append(f"dtype {word(problem.dtype)} is not {' or '.join(map(word, dtypes))}")
     if problem.scale <= 0:

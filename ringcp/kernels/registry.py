@@ -11,7 +11,7 @@ these takes (masks that functions say, ALiBi, a softcap without a package), and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -101,6 +101,8 @@ def _candidates(asked: str) -> list[Kernel]:
         raise UnsupportedError(f'kernel={asked!r}: expected one of {names}. Pass kernel="auto" to let ringcp choose.')
     found = [kernel for kernel in _ALL if asked == "auto" or kernel.name.partition("_")[0] == asked]
     order = _users_order()
+    if not order:
+        return found
     return sorted(found, key=lambda kernel: order.index(kernel.switch) if kernel.switch in order else -1)
 
 
@@ -116,15 +118,18 @@ def _unasked(kernel: Kernel, asked: str, problem: Problem) -> list[str]:
     return []
 
 
-def _switched_off(kernel: Kernel, asked: str) -> list[str]:
-    back_ends = torch.backends.cuda
-    enabled = {
-        "flash": back_ends.flash_sdp_enabled,
-        "cudnn": back_ends.cudnn_sdp_enabled,
-        "efficient": back_ends.mem_efficient_sdp_enabled,
-        "math": back_ends.math_sdp_enabled,
+_ENABLED: Mapping[str, Callable[[], bool]] = MappingProxyType(
+    {
+        "flash": torch.backends.cuda.flash_sdp_enabled,
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+        "math": torch.backends.cuda.math_sdp_enabled,
     }
-    if kernel.switch is None or asked == kernel.name == "reference" or enabled[kernel.switch]():
+)
+
+
+def _switched_off(kernel: Kernel, asked: str) -> list[str]:
+    if kernel.switch is None or asked == kernel.name == "reference" or _ENABLED[kernel.switch]():
         return []
     return [f"{kernel.switch} is disabled by sdpa_kernel"]
 
