@@ -171,8 +171,8 @@ def attend(
         out, lse = joint_attention(q, k, v, options, group_name)
     else:
         out, lse = call_op(q, k, v, options, group_name, needs_lse, refused="" if refusal is None else refusal[1])
-    if sinks is not None:
-        out, lse = fold_sinks(out, lse, sinks)
+        if sinks is not None:
+            out, lse = fold_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 

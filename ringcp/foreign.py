@@ -35,8 +35,8 @@ def mark_foreign_checkpoints(session: Session) -> None:
         compiled |= frame.f_code.co_qualname.endswith("compile_wrapper")
         if caller is not None and caller.f_code is _APPLY:
             function = caller.f_locals["cls"]
-            torchs = function.__module__.startswith("torch.") or issubclass(function, checkpoint.CheckpointFunction)
-            if not torchs:
+            known = function.__module__.startswith(("torch.", "ringcp."))
+            if not known and not issubclass(function, checkpoint.CheckpointFunction):
                 _mark(session, function.__name__, frame, compiled)
         frame = caller
 

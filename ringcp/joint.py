@@ -17,6 +17,7 @@ from ringcp.layout import Layout
 from ringcp.opcall import call_op
 from ringcp.options import Options, seconds_of
 from ringcp.replicas import of_all_ranks, split_copies
+from ringcp.sinks import fold_sinks
 
 
 class _Part(NamedTuple):
@@ -27,7 +28,7 @@ class _Part(NamedTuple):
 
 
 def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_name: str) -> _Part:
-    """out and lse of the local rows, without the sinks."""
+    """out and lse of the local rows."""
     kv_layout = options.layout if options.kv_layout is None else options.kv_layout
     num_q, num_k = _replicated(options.layout), _replicated(kv_layout)
     where = group_name, seconds_of(options.timeout)
@@ -50,7 +51,7 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_nam
     if num_k:
         alone = _masked(here, q_others, k_copies)
         parts.append(_Part(*call_op(q_rest, k_copy, v_copy, alone, "", needs_lse=True)))
-    result = _merged(parts)
+    result = _with_sinks(_merged(parts), options.sinks)
     if num_q:
         partial = call_op(q_copy, k_rest, v_rest, _masked(here, q_copies, k_others), "", needs_lse=True)
         assert isinstance(options.layout, Layout), "a name has no replicated tokens"
@@ -59,7 +60,9 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, options: Options, group_nam
         if num_k:
             alone = _masked(here, q_copies, k_copies)
             parts.insert(0, _Part(*call_op(q_copy, k_copy, v_copy, alone, "", needs_lse=True)))
-        of_copies = _merged(parts)
+        # Not after they are put in front of the others: torch rounds by where in a tensor an element lies, and ranks
+        # differ in how many follow.
+        of_copies = _with_sinks(_merged(parts), options.sinks)
         result = _Part(*(torch.cat(pair, 2) for pair in zip(of_copies, result, strict=True)))
     return result
 
@@ -70,6 +73,10 @@ def _masked(options: Options, rows: slice, keys: slice) -> Options:
     if mask is None:
         return options
     return options._replace(attn_mask=mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys])
+
+
+def _with_sinks(part: _Part, sinks: Tensor | None) -> _Part:
+    return part if sinks is None else _Part(*fold_sinks(*part, sinks))
 
 
 def _replicated(layout: Layout | str) -> int:

@@ -153,7 +153,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     return (*grads, *(None,) * (len(Arguments._fields) - 3))
 
 
-class _Attention(torch.autograd.Function):
+class _Differentiable(torch.autograd.Function):  # without "attention" in its name: see `foreign.ATTENTION`
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         output = _below_autograd(*args)
@@ -170,7 +170,7 @@ def _below_autograd(*args: Any) -> tuple[Tensor, ...]:
 
 def _with_autograd(*args: Any) -> tuple[Tensor, ...]:
     needs_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-    return (_Attention.apply if needs_grad else _below_autograd)(*args)
+    return (_Differentiable.apply if needs_grad else _below_autograd)(*args)
 
 
 _LIBRARY = torch.library.Library("ringcp", "FRAGMENT")
