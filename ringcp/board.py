@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import select
 import struct
+import tempfile
 import threading
 import time
 import weakref
@@ -105,12 +105,31 @@ class Board:
     ) -> list[bytes]:
         self._round += 1
         self._write(message, tag)
-        said = {self._rank: message}
+        try:
+            said = self._gathered(timeout, own_timeout)
+        except BaseException:  # whoever comes late must not count on this rank
+            self._erase()
+            raise
+        for peer, (other_tag, _) in enumerate(said):
+            if other_tag != tag:
+                raise PeerError(
+                    f"rank {self._rank}: expected rank {peer} in the same exchange, of tag {tag}, got it in one of "
+                    f"tag {other_tag}; make the same calls in the same order on all ranks"
+                )
+        return [theirs for _, theirs in said]
+
+    def leave(self) -> None:
+        """Say that nothing more comes of this rank."""
+        self._page[self._rank] = 1
+
+    def _gathered(self, timeout: float | None, own_timeout: Callable[[], float]) -> list[tuple[int, bytes]]:
+        """Tag and message of each rank in this round."""
+        said: dict[int, tuple[int, bytes]] = {}
         began = time.monotonic()
         gone: set[int] = set()
         while True:
             missing = [peer for peer in range(self._world_size) if peer not in said]
-            found = {peer: self._read(peer, tag) for peer in missing}
+            found = {peer: self._read(peer) for peer in missing}
             said |= {peer: theirs for peer, theirs in found.items() if theirs is not None}
             missing = [peer for peer in missing if peer not in said]
             if not missing:
@@ -127,11 +146,9 @@ class Board:
             else:
                 raise absent(self._rank, missing, timeout, "nothing is on the page that the ranks share")
 
-    def leave(self) -> None:
-        """Take back what stands there, since whoever comes late must not count on this rank, and say so."""
+    def _erase(self) -> None:
         start = self._slot(self._rank)
         self._page[start : start + _SLOT] = bytes(_SLOT)
-        self._page[self._rank] = 1
 
     def _write(self, message: bytes, tag: int) -> None:
         head = self._round, tag, len(message)
@@ -139,20 +156,13 @@ class Board:
         start = self._slot(self._rank)
         self._page[start : start + len(written)] = written
 
-    def _read(self, peer: int, tag: int) -> bytes | None:
-        start = self._slot(peer)
-        round_, other_tag, length, checksum = _HEADER.unpack_from(self._page, start)
+    def _read(self, rank: int) -> tuple[int, bytes] | None:
+        start = self._slot(rank)
+        round_, tag, length, checksum = _HEADER.unpack_from(self._page, start)
         if round_ != self._round or length > _ROOM:
             return None
         message = self._page[start + _HEADER.size : start + _HEADER.size + length]
-        if _checksum(round_, other_tag, length, message) != checksum:
-            return None
-        if other_tag != tag:
-            raise PeerError(
-                f"rank {self._rank}: expected rank {peer} in the same exchange, of tag {tag}, got it in one of "
-                f"tag {other_tag}; make the same calls in the same order on all ranks"
-            )
-        return message
+        return (tag, message) if _checksum(round_, tag, length, message) == checksum else None
 
     def _gone(self) -> set[int]:
         """Peers that write no more, as seen in the next moment."""
@@ -181,14 +191,18 @@ def _introduction(name: str) -> bytes:
 
 
 def _new_page(world_size: int) -> str:
-    """The name of a new file for it, which begins with that name; empty if there is no place for one."""
-    name = f"ringcp-{secrets.token_hex(8)}"
+    """The name of a new file for it; empty if there is no place for one."""
     try:
-        with open(os.path.join(_PLACE, name), "xb") as file:
-            file.write(bytes(_flags_size(world_size) + 2 * world_size * _SLOT))
+        handle, path = tempfile.mkstemp(prefix="ringcp-", dir=_PLACE)
     except OSError:
         return ""
-    return name
+    try:
+        with open(handle, "wb") as file:
+            file.write(bytes(_flags_size(world_size) + 2 * world_size * _SLOT))
+    except OSError:  # it is full
+        os.unlink(path)
+        return ""
+    return os.path.basename(path)
 
 
 def _opened(name: str, rank: int, processes: Sequence[int]) -> Board | None:
