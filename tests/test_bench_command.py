@@ -152,7 +152,7 @@ sys.exit(child.run([sys.executable, "-c", "import sys; sys.exit('loud')"], cwd=P
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT,
     )  # fmt: skip
     assert process.stdout.readline() == "ready\n"
-    time.sleep(1)
+    time.sleep(3)  # what it has said is shown by then, also where this thread wakes up late
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert out == "interrupted\n"

@@ -453,7 +453,7 @@ def test_the_command_needs_torch_alone(parts, tmp_path):
     wrong = {name: row["detail"] for name, row in rows.items() if row["status"] not in ("ok", "info", "skipped")}
     assert not wrong
     skipped = [name for (_, name), row in rows.items() if row["status"] == "skipped"]
-    assert skipped == (["NCCL alone, votes over the store"] if parts == "d e" else [])
+    assert skipped == (["NCCL alone, ranks meet over the store"] if parts == "d e" else [])
     assert set(WRITTEN[parts]) <= set(rows)
     assert all(done.stdout.count(name) >= 2 for _, name in rows), "as it comes, and in the table"
     for kernel in ("sdpa_flash_cpu", "reference") if parts == "a" else ():

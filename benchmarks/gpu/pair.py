@@ -25,7 +25,7 @@ _TIMEOUT = timedelta(seconds=30)
 
 
 def pair(bench: Bench) -> None:
-    """Exactness of the modes over real messages, votes on either channel, a mismatch, and a context."""
+    """Exactness of the modes over real messages, votes on groups of both kinds, a mismatch, and a context."""
     # Read by NCCL when the first communicator is made.
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     backend = "cpu:gloo,cuda:nccl" if bench.on_cuda else "gloo"
@@ -81,7 +81,7 @@ def _checks(bench: Bench, mesh: DeviceMesh) -> None:
     bench.check("a call after the mismatch", partial(exact, causal, mesh, mode="ring", agree="call"))
     bench.check("context_parallel", lambda: _in_context(bench, mesh, layout, *whole(causal)))
     bench.check("compiled, fullgraph", lambda: _compiled(mesh, _local(whole(causal)[0], layout, bench.rank), layout))
-    bench.check("NCCL alone, votes over the store", lambda: _store_votes(bench, partial(exact, causal)))
+    bench.check("NCCL alone, ranks meet over the store", lambda: _store_alone(bench, partial(exact, causal)))
 
 
 def _local(given: Tensors, layout: Layout, rank: int) -> Tensors:
@@ -128,8 +128,8 @@ def _compiled(mesh: DeviceMesh, local: Tensors, layout: Layout) -> Found:
     return Found({}, "aot_eager, forward")
 
 
-def _store_votes(bench: Bench, exact: Callable[..., Found]) -> Found:
+def _store_alone(bench: Bench, exact: Callable[..., Found]) -> Found:
     if not bench.on_cuda:
-        raise Skipped("a gloo group votes over gloo")
+        raise Skipped("a gloo group meets over gloo")
     group = dist.new_group(list(range(RANKS)), backend="nccl", timeout=_TIMEOUT)
     return exact(DeviceMesh.from_group(group, "cuda"), mode="ring", agree="call")
