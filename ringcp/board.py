@@ -17,6 +17,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from ringcp.channels import Channel, absent
 from ringcp.errors import PeerError
@@ -27,7 +28,8 @@ _PLACE = "/dev/shm"
 _SLOT = 512  # bytes: a header and a message
 _HEADER = struct.Struct("=QQII")  # round, tag, length, checksum
 _ROOM = _SLOT - _HEADER.size
-_MEETING = struct.Struct("=32sQQ")  # where the page is, the process, the namespace that it is counted in
+_MEETING = struct.Struct("=QQ")  # the process, and the namespace that it is counted in
+_NAME = 64  # bytes for that of the page
 # Seconds for which a rank that waits only gives way to others, and then, for which it sleeps a little at a time.
 _EAGER, _PATIENT, _NAP = 2e-4, 2e-2, 3e-5
 _LOOK = 1  # ms: how often it then looks, and whether its peers live
@@ -58,33 +60,42 @@ class NodeChannel:
             return self._board.exchange(message, tag, timeout, self._own_timeout)
 
     def leave(self) -> None:
+        self._far.leave()
         if self._board is not None:
             self._board.leave()
 
 
 def meet(far: Channel, rank: int, world_size: int, timeout: float | None) -> Board | None:
-    """A page that all ranks have mapped, or None on all of them.
+    """A page that all ranks have mapped, or None on all of them. timeout: of each of three messages.
 
     Raises:
         PeerError: if a rank does not come.
     """
-    name = _new_page(world_size) if rank == 0 else ""
+    told = [_MEETING.unpack(said) for said in far.exchange(_introduction(), _MEET_TAG, timeout)]
+    same = len({namespace for _, namespace in told}) == 1
+    # Not before all have come: whoever is killed while it waits deletes no file.
+    name = _new_page(world_size) if rank == 0 and same else ""
     try:
-        told = [_MEETING.unpack(said) for said in far.exchange(_introduction(name), _MEET_TAG, timeout)]
-        page = told[0][0].rstrip(b"\0").decode()
-        same = bool(page) and len({namespace for *_, namespace in told}) == 1
-        board = _opened(page, rank, [process for _, process, _ in told]) if same else None
-        able = far.exchange(bytes([board is not None]), _MEET_TAG, timeout)
+        page = far.exchange(name.encode().ljust(_NAME), _MEET_TAG, timeout)[0].decode().rstrip()
+        board = _opened(page, rank, [process for process, _ in told]) if page else None
+        try:
+            able = far.exchange(bytes([board is not None]), _MEET_TAG, timeout)
+        except BaseException:
+            if board is not None:  # others may wait there already
+                board.leave()
+            raise
     finally:
         if name:
-            os.unlink(os.path.join(_PLACE, name))
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(_PLACE, name))
     return board if all(said == b"\1" for said in able) else None
 
 
 class Board:
     """The page of one group, as one rank has it.
 
-    Two slots a rank take turns: whoever is in a round has read what there was to read in the one before the last.
+    Two slots a rank take turns: whoever writes in a round has read all of the one before, which all write when they are
+    done with the one before that, whose slots are written now.
     """
 
     def __init__(self, page: mmap.mmap, rank: int, processes: Sequence[int]) -> None:
@@ -93,6 +104,7 @@ class Board:
         self._round = 0
         self._alive = select.poll()
         self._watched: dict[int, int] = {}
+        self._ended: set[int] = set()
         weakref.finalize(self, _leave, page, rank, self._watched, os.getpid())
         for peer, process in enumerate(processes):
             if peer != rank:
@@ -166,8 +178,10 @@ class Board:
 
     def _gone(self) -> set[int]:
         """Peers that write no more, as seen in the next moment."""
-        ended = {self._watched[watch] for watch, _ in self._alive.poll(_LOOK)}
-        return ended | {peer for peer in range(self._world_size) if self._page[peer]}
+        for watch, _ in self._alive.poll(_LOOK):
+            self._alive.unregister(watch)  # it would end every wait at once
+            self._ended.add(self._watched[watch])
+        return self._ended | {peer for peer in range(self._world_size) if self._page[peer]}
 
     def _slot(self, rank: int) -> int:
         return _flags_size(self._world_size) + _SLOT * (2 * rank + self._round % 2)
@@ -182,12 +196,12 @@ def _checksum(round_: int, tag: int, length: int, message: bytes) -> int:
     return zlib.crc32(_HEADER.pack(round_, tag, length, 0) + message)
 
 
-def _introduction(name: str) -> bytes:
+def _introduction() -> bytes:
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         namespace = 0
-    return _MEETING.pack(name.encode(), os.getpid(), namespace)
+    return _MEETING.pack(os.getpid(), namespace)
 
 
 def _new_page(world_size: int) -> str:

@@ -68,7 +68,7 @@ class GlooChannel:
         return [bytes(received.get(rank, message)) for rank in range(self._world_size)]
 
     def leave(self) -> None:
-        """Gloo closes the connection after a failure, and a peer that waits on it is told."""
+        """Gloo itself closes a connection on which something has failed."""
 
 
 class StoreChannel:

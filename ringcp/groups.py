@@ -59,7 +59,7 @@ def group_name_of(mesh: DeviceMesh) -> str:
 GRID = "cp", "sp"
 # Between the names of the groups of a 2-D mesh, the ring's and the exchange's.
 _BETWEEN = "\n"
-_GRID_TAG = (1 << 30) + 2  # beside those of votes
+_GRID_TAG = (1 << 30) + 4  # beside those of votes, `collectives` and `board`
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -83,7 +83,12 @@ def _resolved(name: str) -> dist.ProcessGroup:
 def _grid_group(ring_group: dist.ProcessGroup, state: GroupState, exchange_name: str) -> dist.ProcessGroup:
     """A group of all ranks of a grid, those of one exchange behind one another, made by these ranks alone."""
     row = array("q", dist.get_process_group_ranks(_resolved(exchange_name))).tobytes()
-    rows = [row] if state.channel is None else state.channel.exchange(row, _GRID_TAG, None)
+    state.check_usable()
+    try:
+        rows = [row] if state.channel is None else state.channel.exchange(row, _GRID_TAG, None)
+    except BaseException as error:
+        state.break_off(error)
+        raise
     ranks = list(array("q", b"".join(rows)))
     timeout = _timeout_of(ring_group)
     return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="ringcp_grid")

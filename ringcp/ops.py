@@ -17,6 +17,7 @@ from ringcp.checks import refuse_double_backward
 from ringcp.errors import ArgumentError
 from ringcp.merge import accumulator_dtype
 from ringcp.spec import host_int64
+from ringcp.untraced import skip_alone
 
 
 def attention(
@@ -153,7 +154,9 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     return (*grads, *(None,) * (len(Arguments._fields) - 3))
 
 
-class _Differentiable(torch.autograd.Function):  # without "attention" in its name: see `foreign.ATTENTION`
+class RingCP(torch.autograd.Function):
+    """What autograd records of a call. Without "attention" in its name, for which `foreign.ATTENTION` looks."""
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         output = _below_autograd(*args)
@@ -170,7 +173,7 @@ def _below_autograd(*args: Any) -> tuple[Tensor, ...]:
 
 def _with_autograd(*args: Any) -> tuple[Tensor, ...]:
     needs_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-    return (_Differentiable.apply if needs_grad else _below_autograd)(*args)
+    return (RingCP.apply if needs_grad else _below_autograd)(*args)
 
 
 _LIBRARY = torch.library.Library("ringcp", "FRAGMENT")
@@ -179,14 +182,16 @@ _LIBRARY = torch.library.Library("ringcp", "FRAGMENT")
 def _registered() -> Any:
     """The op `ringcp::attention`.
 
-    Not by `custom_op`, whose `register_autograd` looks up each of the n arguments in a list of all that it makes anew:
-    n * n, which is 0.3 ms of a call here.
+    Not by `custom_op`, whose `register_autograd` looks each of the n arguments up in a list that it makes anew: up to
+    0.3 ms a call.
     """
     _LIBRARY.define(
         "attention" + torch.library.infer_schema(attention, mutates_args=()), tags=torch.Tag.pt2_compliant_tag
     )
     _LIBRARY.impl("attention", torch.compiler.disable(attention), "CompositeExplicitAutograd")
     _LIBRARY.impl("attention", _with_autograd, "Autograd")
+    for function in (_with_autograd, _below_autograd, RingCP.forward, _setup_context):
+        skip_alone(function)
     torch.library.register_fake("ringcp::attention", _fake, lib=_LIBRARY)
     return torch.ops.ringcp.attention.default
 

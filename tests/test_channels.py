@@ -16,6 +16,7 @@ from ringcp.agreement import Told, agree
 from ringcp.board import NodeChannel
 from ringcp.channels import StoreChannel
 from ringcp.groups import GroupState, group_of, state_of
+from ringcp.testing.pool import RankLost
 
 
 def in_threads(size, fn):
@@ -170,9 +171,9 @@ def test_ranks_that_share_no_page_use_the_other_channel(cannot, monkeypatch):
 
     names = iter(range(100))
 
-    def introduce(name):
-        page, process, namespace = board._MEETING.unpack(introduced(name))
-        return board._MEETING.pack(page, process, next(names) if cannot == "see" else namespace)
+    def introduce():
+        process, namespace = board._MEETING.unpack(introduced())
+        return board._MEETING.pack(process, next(names) if cannot == "see" else namespace)
 
     monkeypatch.setattr(board, "_opened", open_page)
     monkeypatch.setattr(board, "_introduction", introduce)
@@ -259,6 +260,30 @@ def fails(rank, channel):
     with pytest.raises(ringcp.PeerError, match=r"vote of rank 1, .*it failed, has ended, or has destroyed"):
         channel.exchange(b"y", 0, 10)
     return time.perf_counter() - started
+
+
+def dies_of_three(mesh):
+    """What the dead has voted is heard, and the late one is waited for without a busy loop."""
+    state = state_of(group_of(mesh))
+    check_exact(mesh, 13)
+    rank, channel = mesh.get_local_rank(), state.channel
+    if rank == 2:
+        channel._board._round += 1
+        channel._board._write(b"last", 0)
+        os._exit(0)
+    if rank == 1:
+        time.sleep(1)
+    before = time.process_time()
+    said = channel.exchange(b"here", 0, 30)
+    return said, time.process_time() - before
+
+
+def test_a_rank_that_votes_and_dies(worlds):
+    *found, lost = worlds(3).run(dies_of_three, return_exceptions=True)
+    assert isinstance(lost, RankLost)
+    for said, seconds in found:
+        assert said == [b"here", b"here", b"last"]
+        assert seconds < 0.5
 
 
 @pytest.mark.parametrize("how", [leaves, fails])
