@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ringcp
 from ringcp import Causal, Documents, Predicate, Window
 from ringcp.attention import attend
+from ringcp.kernels.base import Problem
 from ringcp.kernels.registry import KERNELS
 from ringcp.mask import decode_mask
 from ringcp.options import Options
@@ -235,9 +236,14 @@ def test_ranks_agree_on_names_and_not_on_handles(worlds):
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("reference", "flex", "sdpa_flash_cpu")])
-def test_kernels_that_take_no_masks_say_so(name):
+def test_kernels_that_take_no_masks_say_so(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    needs = {"needs_band": False, "needs_grad": True, "needs_lse_grad": False}
+    for explicit in (False, True):
+        on_gpu = Problem(torch.device("cuda"), torch.bfloat16, 8, 8, 1, 1, 0.3, **needs, explicit=explicit)
+        assert ("no explicit masks (Predicate)" in KERNELS[name].refusals(on_gpu)) is explicit
     x = torch.zeros(1, 1, 8, 8)
-    with pytest.raises(ringcp.UnsupportedError, match=rf"{name}: .*no explicit masks \(Predicate\)") as info:
+    with pytest.raises(ringcp.UnsupportedError, match=rf"{name}: device cpu is not cuda") as info:
         in_process(x, x, x, world_size=2, mask=Predicate(causal), kernel=name)
     assert "key/value heads, explicit masks (Predicate), but" in str(info.value)
 
