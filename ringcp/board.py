@@ -140,10 +140,10 @@ class Board:
         began = time.monotonic()
         gone: set[int] = set()
         while True:
+            for peer in range(self._world_size):
+                if peer not in said and (theirs := self._read(peer)) is not None:
+                    said[peer] = theirs
             missing = [peer for peer in range(self._world_size) if peer not in said]
-            found = {peer: self._read(peer) for peer in missing}
-            said |= {peer: theirs for peer, theirs in found.items() if theirs is not None}
-            missing = [peer for peer in missing if peer not in said]
             if not missing:
                 return [said[peer] for peer in range(self._world_size)]
             if lost := gone.intersection(missing):  # seen before the last look at what is written

@@ -84,7 +84,7 @@ class StoreChannel:
     def exchange(self, message: bytes, tag: int, timeout: float | None) -> list[bytes]:
         self._round += 1
         keys = [self._key(self._round, rank) for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], message)  # type: ignore[arg-type]
+        self._store.set(keys[self._rank], message)  # type: ignore[arg-type]  # bytes are taken, typed as str
         try:
             if timeout is None:
                 self._store.wait(keys)

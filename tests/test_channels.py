@@ -198,17 +198,17 @@ def test_ranks_that_share_no_page_use_the_other_channel(cannot, monkeypatch):
 
 def test_what_is_half_written_is_not_read():
     def exchange(rank, channel):
+        started = time.perf_counter()
         channel.exchange(bytes([rank]), 0, 10)
         page = channel._board
         if rank == 0:
             page._round += 1
-            page._write(b"whole", 7)
-            last = page._slot(0) + board._HEADER.size + 4
-            page._page[last] ^= 1
+            head, start = (page._round, 7, 5), page._slot(0)
+            half = board._HEADER.pack(*head, board._checksum(*head, b"whole")) + b"whol_"
+            page._page[start : start + len(half)] = half
             time.sleep(0.2)
-            page._page[last] ^= 1
+            page._page[start + len(half) - 1] = ord("e")
             return None
-        started = time.perf_counter()
         assert channel.exchange(b"other", 7, 10) == [b"whole", b"other"]
         return time.perf_counter() - started
 

@@ -101,8 +101,6 @@ def _candidates(asked: str) -> list[Kernel]:
         raise UnsupportedError(f'kernel={asked!r}: expected one of {names}. Pass kernel="auto" to let ringcp choose.')
     found = [kernel for kernel in _ALL if asked == "auto" or kernel.name.partition("_")[0] == asked]
     order = _users_order()
-    if not order:
-        return found
     return sorted(found, key=lambda kernel: order.index(kernel.switch) if kernel.switch in order else -1)
 
 
