@@ -68,8 +68,7 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _like(a.q, a.v.shape[-1]), _lse_like(a.q), facts, _bytes_like(a.q, size)
 
 
-@torch.library.custom_op("ringcp::attention_backward", mutates_args=())
-def attention_backward_op(
+def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor | None,
@@ -107,12 +106,12 @@ def attention_backward_op(
     return dq, dk, dv
 
 
-@attention_backward_op.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (_like(x) for x in BackwardArguments(*args).inputs)
     return dq, dk, dv
 
 
+@skip_alone
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a = Arguments(*inputs)
     out, lse, facts, kept = output
@@ -158,48 +157,58 @@ class RingCP(torch.autograd.Function):
     """What autograd records of a call. Without "attention" in its name, for which `foreign.ATTENTION` looks."""
 
     @staticmethod
+    @skip_alone
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        output = _below_autograd(*args)
+        output = _below_autograd(attention_op, args)
         _setup_context(ctx, args, output)
         return output
 
     backward = staticmethod(_backward)
 
 
-def _below_autograd(*args: Any) -> tuple[Tensor, ...]:
+class RingCPBackward(torch.autograd.Function):
+    """What autograd records of a backward pass under `create_graph=True`: that it has no gradient."""
+
+    @staticmethod
+    @skip_alone
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        return _below_autograd(attention_backward_op, args)
+
+    backward = staticmethod(refuse_double_backward)
+
+
+@skip_alone
+def _below_autograd(op: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     with torch._C._AutoDispatchBelowAutograd():
-        return attention_op(*args)
-
-
-def _with_autograd(*args: Any) -> tuple[Tensor, ...]:
-    needs_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-    return (RingCP.apply if needs_grad else _below_autograd)(*args)
+        return op(*args)
 
 
 _LIBRARY = torch.library.Library("ringcp", "FRAGMENT")
 
 
-def _registered() -> Any:
-    """The op `ringcp::attention`.
+def _registered(function: Any, fake: Any, recorded: type[torch.autograd.Function]) -> Any:
+    """The op `ringcp::<name of the function>`; calls that need a gradient are `recorded`.
 
-    Not by `custom_op`, whose `register_autograd` looks each of the n arguments up in a list that it makes anew: up to
-    0.3 ms a call.
+    Not by `custom_op`: its `register_autograd` looks each of the n arguments up in a list that it makes anew, and its
+    wrappers take their time too: up to 0.3 ms a call.
     """
-    _LIBRARY.define(
-        "attention" + torch.library.infer_schema(attention, mutates_args=()), tags=torch.Tag.pt2_compliant_tag
-    )
-    _LIBRARY.impl("attention", torch.compiler.disable(attention), "CompositeExplicitAutograd")
-    _LIBRARY.impl("attention", _with_autograd, "Autograd")
-    for function in (_with_autograd, _below_autograd, RingCP.forward, _setup_context):
-        skip_alone(function)
-    torch.library.register_fake("ringcp::attention", _fake, lib=_LIBRARY)
-    return torch.ops.ringcp.attention.default
+    name = function.__name__
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+    op = getattr(torch.ops.ringcp, name).default
+
+    @skip_alone
+    def with_autograd(*args: Any) -> tuple[Tensor, ...]:
+        needs_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        return recorded.apply(*args) if needs_grad else _below_autograd(op, args)
+
+    _LIBRARY.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, with_autograd, "Autograd")
+    torch.library.register_fake(f"ringcp::{name}", fake, lib=_LIBRARY)
+    return op
 
 
-attention_op = _registered()
-
-
-attention_backward_op.register_autograd(refuse_double_backward)
+attention_op = _registered(attention, _fake, RingCP)
+attention_backward_op = _registered(attention_backward, _fake_backward, RingCPBackward)
 
 
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:

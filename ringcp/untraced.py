@@ -83,8 +83,8 @@ def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function)
 
 
-def skip_alone(function: Any) -> None:
-    """Dynamo traces the function where it traces its caller, but never by itself.
+def skip_alone(function: Callable[P, T]) -> Callable[P, T]:
+    """A decorator: Dynamo traces the function where it traces its caller, but never by itself.
 
     What `torch._dynamo.skip_code` does, without importing Dynamo. Versions of torch that have it under other names
     compile the function, where a graph break has left it eager, for nothing.
@@ -93,6 +93,7 @@ def skip_alone(function: Any) -> None:
     if hasattr(eval_frame, "set_code_exec_strategy") and hasattr(eval_frame, "_FrameExecStrategy"):
         strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def callers_level() -> int:
