@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stopped = True
         console.show_cursor(True)  # the rank that had hidden it is gone
         console.print()
-    results = read_results(path, origin)
+    results = read_results(path, origin, args.threads)
     print_summary(console, suite.cases, args.provider, results, device)
     for drawn in draw_all(suite.cases, results, path, origin):
         console.print(f"drawn: {drawn}", markup=False, highlight=False)
@@ -132,7 +132,7 @@ def _rest(console: Console, args: argparse.Namespace, suite: Suite, path: Path, 
     if origin.commit.endswith("+"):
         console.print("This tree differs from its commit: no earlier result counts as one of it.", markup=False)
         return suite
-    due = missing(suite.cases, args.provider, read_results(path, origin))
+    due = missing(suite.cases, args.provider, read_results(path, origin, args.threads))
     if passed := [named.name for named in suite.cases if named not in due]:
         words = f"{path} has them of commit {origin.commit}, passed over: {', '.join(passed)} (--again: not so)"
         console.print(words, markup=False, highlight=False)

@@ -46,13 +46,13 @@ class Origin:
 
 
 def commit() -> str:
-    """The commit of this tree, with "+" if ringcp or benchmarks differ (results apart); empty without git."""
+    """The commit of this tree, with "+" if code of ringcp or benchmarks differs; empty without git."""
 
     def git(*args: str) -> str:
         return subprocess.run(["git", *args], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "ringcp", "benchmarks", ":!benchmarks/results")
+        changed = git("status", "--porcelain", "ringcp", "benchmarks", ":!benchmarks/results", ":!*.md")
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return ""

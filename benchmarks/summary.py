@@ -41,14 +41,18 @@ class Found(NamedTuple):
 Results = Mapping[Key, Found]
 
 
-def read_results(path: Path, origin: Origin) -> Results:
-    """The latest run of each provider, case and mode with this torch and commit on this device."""
+def read_results(path: Path, origin: Origin, threads: int = 1) -> Results:
+    """The latest run of each provider, case and mode with this torch and commit on this device, in ranks of so many
+    threads.
+    """
     results: dict[Key, Found] = {}
     if not path.exists():
         return results
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             if (row["torch"], row["device"], row["commit"]) != (origin.torch, origin.device, origin.commit):
+                continue
+            if row["provider"] != BASELINE and int(row["threads"]) != threads:  # the baseline has those of all ranks
                 continue
             key, metric = Key(row["provider"], row["case"], row["mode"]), (row["metric"], row["unit"])
             if row["metric"] in NOT_TIMED:

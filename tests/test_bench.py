@@ -116,7 +116,7 @@ def test_bars_say_when_they_are_met():
     assert most.holds_for("ulysses", "ring")
 
 
-def write(path, mode, values, commit="abc", provider="ringcp"):
+def write(path, mode, values, commit="abc", provider="ringcp", threads=1):
     """A run's lines, as the benchmark appends them; a word is what was wrong."""
     where = replace(ORIGIN, commit=commit)
     if isinstance(values, str):
@@ -125,7 +125,7 @@ def write(path, mode, values, commit="abc", provider="ringcp"):
         seconds, percents = [[v / 1e3] * 3 for v in values], [[100.0] * 3 for _ in values]
         more = (Values(suite.PEAK, "bytes", [8e6]), Values(suite.SENT, "bytes", [2e6]))
         measured = Measured(provider, NAMED.title, mode, seconds, percents, more=more)
-    append_csv(path, measured.rows(where, 1))
+    append_csv(path, measured.rows(where, threads))
 
 
 def test_the_latest_run_of_this_commit_counts(tmp_path):
@@ -144,6 +144,15 @@ def test_the_latest_run_of_this_commit_counts(tmp_path):
     results = summary.read_results(path, ORIGIN)
     ring, ulysses = (results[summary.Key("ringcp", NAMED.title, mode)] for mode in ("ring", "ulysses"))
     assert (ring.wrong, ulysses.wrong) == ("out: error 2", "")
+
+
+def test_ranks_of_other_threads_are_another_measurement(tmp_path):
+    path = tmp_path / "x.csv"
+    write(path, "ring", [5.0], threads=2)
+    write(path, "single", [5.0], provider="sdpa", threads=2)
+    key, single = summary.Key("ringcp", NAMED.title, "ring"), summary.Key("sdpa", NAMED.title, "single")
+    assert set(summary.read_results(path, ORIGIN)) == {single}
+    assert set(summary.read_results(path, ORIGIN, threads=2)) == {key, single}
 
 
 def test_a_case_is_due_until_all_its_modes_are_there(tmp_path):

@@ -16,7 +16,8 @@ from rich.console import Console
 from benchmarks.cases import Case, document_lengths
 from benchmarks.harness import METRICS, Harness
 from benchmarks.origin import Origin
-from benchmarks.peers import adapters, bench, measure
+from benchmarks.peak_memory import peak_memory
+from benchmarks.peers import adapters, bench, cpu_flash, measure
 from benchmarks.peers.cases import CASES, Named
 from benchmarks.peers.launches import run_case
 from benchmarks.peers.measure import competitors
@@ -137,6 +138,27 @@ def test_the_differentiable_functions_are_those(packed):
         out, lse, _ = flash_attn_func(*leaves, **options)
         mask = torch.ones(64, 64, dtype=torch.bool).tril()
     hold(q, k, v, dout, mask, out.detach(), lse, torch.autograd.grad(out, leaves, dout))
+
+
+def test_memory_is_counted_without_what_only_the_stand_in_takes(one_thread):
+    q, k, v = (torch.randn(1, 2048, 8, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    block = q.numel() * q.element_size()
+
+    def peaks():
+        with peak_memory("cpu") as forward:
+            out = flash_attn_func(q, k, v, causal=True)
+        with peak_memory("cpu") as backward:
+            out.backward(torch.ones_like(out))
+        grads = [x.grad for x in (q, k, v)]
+        q.grad = k.grad = v.grad = None
+        return out.shape, [grad.shape for grad in grads], forward.num_bytes, backward.num_bytes
+
+    out, grads, forward, backward = peaks()
+    with cpu_flash.corner_only():
+        assert (out, grads) == (lean := peaks())[:2]
+    assert peaks()[2:] == (forward, backward), "it ends with the body"
+    assert lean[2] <= forward - 2 * block, "no copies of keys and values"
+    assert backward - 5.5 * block <= lean[3] <= backward - 4.5 * block, "nor of gradients; the workspace stays"
 
 
 def test_the_stand_in_refuses_what_it_cannot_do():
@@ -353,6 +375,14 @@ def test_a_mode_that_hangs_or_ends_its_process_costs_itself(tmp_path, who, when,
     reason = "it took more than 3 s" if how == "hangs" else "the launch failed with status 3"
     assert late == Result("case", "b", "ring", verdict="failed", problem=f"{when}: {reason}")
     assert len((tmp_path / "launches").read_text()) == launches
+
+
+def test_a_file_with_other_columns_is_refused_before_anything_runs(tmp_path, capsys):
+    path = tmp_path / "x.csv"
+    path.write_text("a,b\n")
+    assert bench.main(["--only", "causal-2k", "--csv", str(path)]) == 2
+    assert "--csv: expected" in capsys.readouterr().out
+    assert path.read_text() == "a,b\n"
 
 
 def test_a_launch_that_fails_after_all_calls_costs_nothing(tmp_path):

@@ -122,8 +122,8 @@ class _Plan:
 
 
 def main(argv: Sequence[str]) -> int:
-    """All cases. Exit status 0, unless a case was not measured or ringcp was wrong; a target that is missed is in the
-    table.
+    """All cases. Exit status 0, unless a case was not measured or ringcp was wrong (2 for a CSV with other columns); a
+    target that is missed is in the table.
     """
     args = parse(argv)
     if "RANK" in os.environ:
@@ -137,6 +137,11 @@ def main(argv: Sequence[str]) -> int:
     about = f"{origin.device}, torch {origin.torch}, commit {origin.commit or 'unknown'}; {len(args.cases)} cases"
     console.print(about, markup=False, highlight=False)
     args.csv.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        append_csv(args.csv, [])
+    except ValueError as error:  # now, not after the first case
+        console.print(f"--{error}", style="red", markup=False, highlight=False)
+        return 2
     results, failed = _run(console, args, origin)
     print_results(console, results, args.cases)
     print_summary(console, results, args.cases)

@@ -64,5 +64,5 @@ CASES = (
     Named("gqa-8k", Case(8192, "bf16", kv_heads=2), 1.0),
     Named("causal-8k", Case(8192, "bf16"), 0.98),
     Named("causal-8k-fp32", Case(8192), 0.98),
-    Named("causal-8k-w4", Case(8192, "bf16"), world_size=4, modes=("ring", "ulysses"), less_memory=True),
+    Named("causal-8k-w4", Case(8192, "bf16"), 0.98, world_size=4, modes=("ring", "ulysses", "usp"), less_memory=True),
 )

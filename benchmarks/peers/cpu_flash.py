@@ -9,20 +9,23 @@ Shapes: B batch, M query rows, N keys, Hq and Hkv heads, D head dim; packed sequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from ringcp.band import Range, trim
 from ringcp.kernels.sdpa_cpu import SdpaFlashCpu
-from ringcp.lower import Call, Plan, lower
+from ringcp.lower import Call, Form, Plan, lower
 from ringcp.merge import merge_
 from ringcp.schedule import Schedule, Step, Tile
 
 _KERNEL = SdpaFlashCpu()
+_CORNER = 768  # rows from which on the kernel's blocks, and so its workspace, are as large as they get
 
 Segments = tuple[tuple[Range, Range], ...]
 """Rows and keys of each packed sequence."""
@@ -60,6 +63,17 @@ def _heads_first(x: Tensor) -> Tensor:
     flash-attn's are not.
     """
     return x.transpose(1, 2).contiguous()
+
+
+@contextmanager
+def corner_only() -> Iterator[None]:
+    """In the body the kernel computes the first rows of a head, and what else it should is zero: to count memory.
+
+    That is what flash-attn takes then, which reads keys and values as they lie and writes gradients to where they
+    belong; and the CPU kernel's workspace, which those have in their count who call that kernel themselves.
+    """
+    with mock.patch.multiple(__name__, forward=_forward_of_corner, backward=_backward_of_corner):
+        yield
 
 
 def forward(
@@ -115,6 +129,38 @@ def backward(
             total.add(place, part)
     for total in totals:
         total.finish()
+
+
+def _forward_of_corner(
+    q: Tensor, k: Tensor, v: Tensor, packed: Segments, causal: bool, window: tuple[int, int], scale: float
+) -> tuple[Tensor, Tensor]:
+    _KERNEL.forward(*_corner(q, k, v), form=Form(), scale=scale)
+    batch, rows, heads, _ = q.shape
+    return q.new_zeros(batch, rows, heads, v.shape[3]), q.new_zeros(batch, heads, rows, dtype=torch.float32)
+
+
+def _backward_of_corner(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grads: Sequence[Tensor],
+    packed: Segments,
+    causal: bool,
+    window: tuple[int, int],
+    scale: float,
+) -> None:
+    of_lse = lse[:1, :1, :_CORNER].contiguous()
+    dout, q, k, v, out = _corner(dout, q, k, v, out)
+    _KERNEL.backward(dout, q, k, v, out, of_lse, None, form=Form(), scale=scale)
+    for grad in grads:
+        grad.zero_()
+
+
+def _corner(*of_rows: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2)[:1, :1, :_CORNER] for x in of_rows]
 
 
 def _keys(k: Tensor, v: Tensor, *, call: Call) -> tuple[Tensor, Tensor]:

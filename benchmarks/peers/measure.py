@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.cases import Case
 from benchmarks.harness import Checked, Entrant, Harness
+from benchmarks.peers import cpu_flash
 from benchmarks.peers.adapters import installed
 from benchmarks.peers.cases import Named
 from benchmarks.peers.record import DONE, Record
@@ -153,7 +154,8 @@ class _OneCase:
         """Bytes and memory of one more call."""
         for j, entrant in enumerate(self.entrants):
             self._begin(entrant.provider, self._asked[j], "counting bytes and memory")
-            self._usages[j] = self._harness.usage(entrant)
+            with cpu_flash.corner_only():
+                self._usages[j] = self._harness.usage(entrant)
         self._write()
 
     def _stays(self, j: int) -> bool:
