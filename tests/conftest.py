@@ -1,5 +1,6 @@
 """Fixtures of the suite. Hypothesis is deterministic, so that a red run can be repeated."""
 
+import signal
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -49,6 +50,13 @@ def worlds() -> Iterator[Worlds]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """A shell's background job ignores SIGINT, and so would all that a test starts and interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
