@@ -134,6 +134,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, Non
                         lse.write(call, lse_c)
                     else:
                         merge_(out.part(call), lse.part(call), out_c, lse_c)
+                del out_c, lse_c  # else they are there while the next call computes
         log.mark()
         yield from waited(pending, f"ringcp::fwd step {i} wait")
         log.mark()
@@ -169,6 +170,7 @@ def backward(
                         dq.part(call).add_(dq_c)
                 for call, dk_c, dv_c in dkvs:
                     sums.hold(call, dk_c, dv_c)
+                del dqs, dkvs, dq_c, dk_c, dv_c  # else they are there while the next call computes
         log.mark()
         yield from waited(pending, f"ringcp::bwd step {i} wait")
         log.mark()

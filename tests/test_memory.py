@@ -155,6 +155,36 @@ def test_two_receive_buffers_whatever_the_number_of_ranks(mask, dtype):
         assert len(run.transport.received) == min(2, world_size - 1)
 
 
+class Watching:
+    """The reference kernel; at each call it notes how many results of the second and later calls are still there."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[Tensor]] = []
+        self.there: list[int] = []
+        self.caps = KERNELS["reference"].caps
+
+    def _watched(self, compute, *args, **kwargs):
+        self.there.append(sum(made() is not None for made in self.made))
+        results = compute(*args, **kwargs)
+        if len(self.there) > 1:  # the first ones may be the sums
+            self.made += [weakref.ref(x) for x in results]
+        return results
+
+    def forward(self, *args, **kwargs):
+        return self._watched(KERNELS["reference"].forward, *args, **kwargs)
+
+    def backward(self, *args, **kwargs):
+        return self._watched(KERNELS["reference"].backward, *args, **kwargs)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_a_call_has_given_is_gone_when_the_next_one_computes(direction):
+    kernel = Watching()
+    allocated(job(4, ringcp.Full())._replace(kernel=kernel), direction, torch.float32)
+    assert len(kernel.there) >= 4
+    assert not any(kernel.there)
+
+
 def test_a_rank_alone_has_no_buffers():
     assert allocated(job(1, ringcp.Full()), "forward", torch.float32, "new_empty").peak == 0
     assert allocated(job(1, ringcp.Full()), "backward", torch.float32, "new_empty").peak == 0
