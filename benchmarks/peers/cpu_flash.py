@@ -1,8 +1,9 @@
 """What flash-attn computes, by the calls of CPU flash attention that ringcp makes for the same mask.
 
 So a library on top of the stand-in package has the kernel that ringcp has: a window is cut into the same strips, a
-bottom-right causal block into the same parts. One thing comes on top: the CPU op returns gradients in memory of its
-own, which are copied into the caller's buffers, where the CUDA kernel writes them at once.
+bottom-right causal block into the same parts. Two things come on top: keys and values are copied, and the CPU op
+returns gradients in memory of its own, which are copied into the caller's buffers, where the CUDA kernel writes them at
+once. Where memory is counted, neither is: see `corner_only`.
 
 Shapes: B batch, M query rows, N keys, Hq and Hkv heads, D head dim; packed sequences lie one after another in M and N.
 """
@@ -131,30 +132,17 @@ def backward(
         total.finish()
 
 
-def _forward_of_corner(
-    q: Tensor, k: Tensor, v: Tensor, packed: Segments, causal: bool, window: tuple[int, int], scale: float
-) -> tuple[Tensor, Tensor]:
-    _KERNEL.forward(*_corner(q, k, v), form=Form(), scale=scale)
+def _forward_of_corner(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    _KERNEL.forward(*_corner(q, k, v), form=Form(), scale=1.0)
     batch, rows, heads, _ = q.shape
     return q.new_zeros(batch, rows, heads, v.shape[3]), q.new_zeros(batch, heads, rows, dtype=torch.float32)
 
 
 def _backward_of_corner(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grads: Sequence[Tensor],
-    packed: Segments,
-    causal: bool,
-    window: tuple[int, int],
-    scale: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grads: Sequence[Tensor], *_: object
 ) -> None:
     of_lse = lse[:1, :1, :_CORNER].contiguous()
-    dout, q, k, v, out = _corner(dout, q, k, v, out)
-    _KERNEL.backward(dout, q, k, v, out, of_lse, None, form=Form(), scale=scale)
+    _KERNEL.backward(*_corner(dout, q, k, v, out), of_lse, None, form=Form(), scale=1.0)
     for grad in grads:
         grad.zero_()
 
