@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import ringcp
 from benchmarks.peak_memory import peak_memory
+from ringcp.groups import GroupState
 from ringcp.record import Recorder
 
 
@@ -90,7 +91,9 @@ Batch = list[dist.P2POp]
 
 @contextmanager
 def batches() -> Iterator[list[Batch]]:
-    """Every batch of P2P that this rank posts in the body, to be posted again: alike, with buffers of its own."""
+    """Every batch of P2P that this rank posts in the body, to be posted again: alike, with buffers of its own. Of calls
+    whose ranks would copy messages from each other's memory, what they post without that.
+    """
     posted: list[Batch] = []
     post = dist.batch_isend_irecv
 
@@ -99,7 +102,8 @@ def batches() -> Iterator[list[Batch]]:
         posted.append(again)
         return post(batch)
 
-    with mock.patch.object(dist, "batch_isend_irecv", noted):
+    by_messages = mock.patch.object(GroupState, "reads", return_value=False)
+    with by_messages, mock.patch.object(dist, "batch_isend_irecv", noted):
         yield posted
 
 

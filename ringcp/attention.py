@@ -107,7 +107,7 @@ def attention(
         agree: when the ranks vote on their arguments: "call", before each call (default on CPU), or "context" (default
             on CUDA): not in this call, if `seq_len` or a `Layout` says the length and nothing is dropped. Without a
             vote the local length is still checked before anything is sent, but ranks that disagree in heads, dtype,
-            mask or options are not noticed in time: on gloo they run into the timeout, on NCCL they hang or get wrong
+            mask or options are not noticed in time: on CPUs they run into the timeout, on NCCL they hang or get wrong
             numbers. Ranks of one node vote on a page of memory that they share (on Linux, where they see /dev/shm and
             one another's processes), other groups by one round of small messages. Measured on 2 cores, medians: 10 us
             between 2 idle ranks, 80 us between 4; with messages 100 and 650 us. Where 4 ranks compute on the 2 cores,
@@ -126,7 +126,7 @@ def attention(
         UnsupportedError: an unknown mode or kernel, or no kernel that can do this; all reasons are listed.
         AgreementError: the ranks called with different arguments; raised on every rank, and nothing was sent.
         KeywordError: a keyword that this function does not have.
-        PeerError: on gloo, a peer died or did not come within `timeout`. The group is unusable afterwards, and says so.
+        PeerError: on CPUs, a peer died or did not come within `timeout`. The group is unusable afterwards, and says so.
             On NCCL the watchdog decides.
     """
     options = Options(

@@ -28,7 +28,7 @@ from ringcp.checks import (
 )
 from ringcp.errors import ArgumentError, RingcpError
 from ringcp.executor import drive
-from ringcp.groups import GroupState, group_named, state_of
+from ringcp.groups import GroupState, group_named, state_of, transport_of
 from ringcp.kernels.base import Kernel, problem_of
 from ringcp.kernels.registry import choose, kernel_at, kernel_index
 from ringcp.layout import UNSIZED, Layout, decode_layout
@@ -36,11 +36,11 @@ from ringcp.mask import Mask, decode_mask
 from ringcp.modes import MODES, Choice, resolve_mode
 from ringcp.runs import Run, make_run, sizes_of
 from ringcp.schedule import Heads
-from ringcp.transport import P2P, warm_up
+from ringcp.transport import Transport, warm_up
 from ringcp.trial import try_functions
 from ringcp.written import Extras
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 """Ranks with other plans or messages for the same call have another number."""
 
 _log = logging.getLogger(__name__)
@@ -106,11 +106,13 @@ def attend(a: Arguments) -> tuple[Result | None, Facts]:
             told[0].seed,
             used.ulysses_degree > 1 and a.needs_grad and all(each.keep for each in told),
             reading,
+            state.reads(a.q.device),
         )
         if 0 in (a.q.shape[0], a.q.shape[1]):
             return None, facts
+        transport = transport_of(group, state, a.timeout, facts.reads)
         with running(state, group, a.q):
-            run = _run(a, (a.q, a.k, a.v), facts, layouts, prepared.mask, group, state, "forward")
+            run = _run(a, (a.q, a.k, a.v), facts, layouts, prepared.mask, transport, state, "forward")
             return Result(*drive(run.forward(a.q, a.k, a.v, facts.keeps))), facts
 
 
@@ -124,8 +126,9 @@ def differentiate(a: BackwardArguments) -> tuple[Tensor, Tensor, Tensor] | None:
     facts = Facts(*a.facts.tolist())
     of_kv = None if a.kv_layout_spec is None else _sized(a.kv_layout_spec, facts.kv_len, [], state).rest
     layouts = _Layouts(_sized(a.layout_spec, facts.seq_len, [], state).rest, of_kv)
+    transport = transport_of(group, state, a.timeout, bool(facts.reads))
     with running(state, group, q):
-        run = _run(a, (q, k, v), facts, layouts, _decoded(a.mask_spec), group, state, "backward")
+        run = _run(a, (q, k, v), facts, layouts, _decoded(a.mask_spec), transport, state, "backward")
         kept = a.kept if facts.keeps else None
         dq, dk, dv = drive(run.backward(a.dout, a.dlse, q, k, v, a.out, a.lse, kept))
     return dq, dk, dv
@@ -234,12 +237,11 @@ def _run(
     facts: Facts,
     layouts: _Layouts,
     mask: Mask,
-    group: dist.ProcessGroup | None,
+    transport: Transport,
     state: GroupState,
     direction: Literal["forward", "backward"],
 ) -> Run:
     q, k, v = inputs
-    transport = P2P(group, a.timeout)  # of a rank alone, nothing is ever posted
     attn_mask = a.attn_mask
     if attn_mask is not None:
         how = Fetching(state.rank, facts.degree, transport, facts.call, facts.fingerprint, direction)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcp.errors import PeerError
-from ringcp.groups import GroupState
+from ringcp.groups import GroupState, transport_of
 from ringcp.merge import accumulator_dtype
-from ringcp.transport import P2P, Parcel
+from ringcp.transport import Parcel
 
 _TAG = (1 << 30) + 2  # apart from those of `executor.tag_of` and of votes
 
@@ -97,8 +97,9 @@ def _swap(
     if not sends and not recvs:
         return
     try:
-        P2P(group, timeout).post(sends, recvs, name).wait()
-    except PeerError as error:
+        reads = state.reads((*sends, *recvs)[0].tensor.device)
+        transport_of(group, state, timeout, reads).post(sends, recvs, name).wait()
+    except BaseException as error:  # peers may read what is sent until they know
         state.break_off(error)
         raise
 

@@ -18,6 +18,9 @@ from ringcp.board import NodeChannel
 from ringcp.channels import Channel, GlooChannel, StoreChannel
 from ringcp.errors import LayoutError, PeerError
 from ringcp.modes import ranks_per_node
+from ringcp.page import Page
+from ringcp.peer_memory import PeerMemory
+from ringcp.transport import P2P, Transport
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -119,6 +122,15 @@ class GroupState:
     turn: threading.Lock = field(default_factory=threading.Lock)
     """Held for a whole forward: calls of two threads on one group are taken in turn."""
 
+    @property
+    def page(self) -> Page | None:
+        """The one that its ranks share, once they have met there."""
+        return self.channel.page if isinstance(self.channel, NodeChannel) else None
+
+    def reads(self, device: torch.device) -> bool:
+        """Whether messages on a device are copied from memory to memory: the same on all ranks after the same votes."""
+        return self.page is not None and self.page.reads and device.type == "cpu"
+
     def check_usable(self) -> None:
         if self.broken:
             raise PeerError(
@@ -132,10 +144,10 @@ class GroupState:
 
     def break_off(self, error: BaseException) -> None:
         """Mark the group broken: messages of the failed call may still be under way."""
+        if self.channel is not None:  # first: peers may read what is given back after that
+            self.channel.leave()
         if self.world_size > 1:
             self.broken = f"{type(error).__name__}: {error}"
-            if self.channel is not None:
-                self.channel.leave()
 
 
 def neighbours(ranks: Sequence[int]) -> int:
@@ -157,6 +169,22 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
             per_node = neighbours(dist.get_process_group_ranks(group))
             state = _states[group] = GroupState(rank, world_size, _channel(group, rank, world_size), per_node)
         return state
+
+
+def transport_of(group: dist.ProcessGroup | None, state: GroupState, timeout: float | None, reads: bool) -> Transport:
+    """How a call's messages reach the other ranks. reads: as `GroupState.reads` had it in forward.
+
+    Raises:
+        PeerError: if the group of forward is another one, of the same name.
+    """
+    if reads:
+        if state.page is None:
+            raise PeerError(
+                f"rank {state.rank}: expected the group that forward was called on, got another one of its name; run "
+                "backward before the process group is destroyed"
+            )
+        return PeerMemory(state.page, timeout)
+    return P2P(group, timeout)  # of a rank alone, nothing is ever posted
 
 
 def _channel(group: dist.ProcessGroup, rank: int, world_size: int) -> Channel | None:

@@ -100,12 +100,16 @@ class P2P:
         return _Works(self, works, sends, recvs, where)
 
     def _peer_error(self, where: str, parcel: Parcel, verb: str, error: RuntimeError) -> PeerError:
-        limit = limit_text(self._timeout)
-        return PeerError(
-            f"rank {dist.get_rank(self._group)}, {where}: {verb} rank {parcel.peer}: {parcel.what} of "
-            f"{parcel.tensor.numel() * parcel.tensor.element_size()} bytes did not go through within {limit}; "
-            f"the peer died, or did not come: look for its error, or raise timeout=. ({error})"
-        )
+        return not_through(dist.get_rank(self._group), where, verb, parcel, self._timeout, error)
+
+
+def not_through(rank: int, where: str, verb: str, parcel: Parcel, timeout: float | None, why: object) -> PeerError:
+    """The error of a rank with a message that did not reach it, or that it could not send."""
+    return PeerError(
+        f"rank {rank}, {where}: {verb} rank {parcel.peer}: {parcel.what} of "
+        f"{parcel.tensor.numel() * parcel.tensor.element_size()} bytes did not go through within "
+        f"{limit_text(timeout)}; the peer died, or did not come: look for its error, or raise timeout=. ({why})"
+    )
 
 
 class Among:

@@ -7,6 +7,7 @@ from typing import Protocol
 import hypothesis
 import pytest
 import torch
+from calls import messages_by_gloo
 
 from benchmarks.parity.reports import reports
 from ringcp.testing.pool import World
@@ -20,7 +21,7 @@ hypothesis.settings.load_profile("ringcp")
 class Worlds(Protocol):
     """The type of the fixture `worlds`."""
 
-    def __call__(self, size: int, *, threads: int = 1) -> World: ...
+    def __call__(self, size: int, *, threads: int = 1, reads: bool | None = None) -> World: ...
 
 
 @pytest.fixture(scope="session")
@@ -30,20 +31,26 @@ def worlds() -> Iterator[Worlds]:
     A pool in which a rank died or raised is restarted before it is handed out again, so no test sees a process group
     that another one broke. Within one test it goes on after an exception, as a program would. An error that every rank
     is to raise is cheapest caught on the ranks, with `pytest.raises` in the function that is run: no restart follows.
-    """
-    pools: dict[tuple[int, int], World] = {}
 
-    def get(size: int, *, threads: int = 1) -> World:
-        key = size, threads
+    reads: whether ranks copy messages from each other's memory; else gloo carries all of them. By default, so that both
+    are tested, ranks of an even number do, and others do not.
+    """
+    pools: dict[tuple[int, int, bool], World] = {}
+
+    def get(size: int, *, threads: int = 1, reads: bool | None = None) -> World:
+        key = size, threads, size % 2 == 0 if reads is None else reads
         pool = pools.pop(key, None)
+        fresh = pool is None or pool.failed or not pool.alive
         if pool is None:
             while len(pools) >= MAX_LIVE_POOLS:
                 pools.pop(next(iter(pools))).close()  # the one that was used longest ago
             pool = World(
                 size, threads=threads, warnings_as_errors=True, preload=("pytest", "hypothesis", "torch._dynamo")
             )
-        elif pool.failed or not pool.alive:
+        elif fresh:
             pool.restart()
+        if fresh and not key[-1]:
+            pool.run(messages_by_gloo)
         pools[key] = pool
         return pool
 

@@ -32,7 +32,7 @@ def layout_cases(*names: str, **fields) -> list[Case]:
     return [Case(layout=layout, mask=mask, **fields) for layout, mask in itertools.product(LAYOUTS, masks)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("world_size", "reads"), [(1, True), (2, True), (2, False), (3, False), (4, True), (5, False)])
 @pytest.mark.report("1.3")
 @pytest.mark.report("1.4")
 @pytest.mark.report("1.5")
@@ -47,8 +47,8 @@ def layout_cases(*names: str, **fields) -> list[Case]:
 @pytest.mark.report("1.I7")
 @pytest.mark.report("5.TE #1552")
 @pytest.mark.report("7.36")
-def test_exact(worlds, world_size):
-    assert_none(worlds(world_size).run(check_cases, list(matrix(world_size)), timeout=110))
+def test_exact(worlds, world_size, reads):
+    assert_none(worlds(world_size, reads=reads).run(check_cases, list(matrix(world_size)), timeout=110))
 
 
 def check_poisoned(mesh, cases):

@@ -412,7 +412,7 @@ def bare_transfers(mesh):
 
 def test_bare_transfers_are_the_messages_of_a_call(worlds):
     """Of forward and of backward: as many, as long, in the same batches."""
-    by_rank = worlds(2).run(bare_transfers)
+    by_rank = worlds(2, reads=False).run(bare_transfers)
     for (call, bare), _, _ in by_rank:
         assert call == bare
         forward, both = call

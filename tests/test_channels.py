@@ -11,7 +11,7 @@ import torch.distributed as dist
 from calls import check_exact, new_mesh
 
 import ringcp
-from ringcp import board
+from ringcp import board, page
 from ringcp.agreement import Told, agree
 from ringcp.board import NodeChannel
 from ringcp.channels import StoreChannel
@@ -126,7 +126,7 @@ def on_pages(size, fn):
     return in_threads(size, run)
 
 
-PLACE = board._PLACE
+PLACE = page._PLACE
 
 
 def pages():
@@ -162,29 +162,29 @@ def test_thousands_of_rounds_in_step():
 @pytest.mark.parametrize("cannot", ["make", "fill", "open", "watch", "see"])
 def test_ranks_that_share_no_page_use_the_other_channel(cannot, monkeypatch):
     """All of them, if one cannot."""
-    opened, introduced = board._opened, board._introduction
+    opened, introduced = page._opened, page._introduction
 
-    def open_page(name, rank, processes):
+    def open_page(name, rank, processes, own_timeout):
         if cannot == "watch":
             processes = [process if i == 0 else 2**22 - 1 for i, process in enumerate(processes)]
-        return None if cannot == "open" and rank == 1 else opened(name, rank, processes)
+        return None if cannot == "open" and rank == 1 else opened(name, rank, processes, own_timeout)
 
     names = iter(range(100))
 
-    def introduce():
-        process, namespace = board._MEETING.unpack(introduced())
-        return board._MEETING.pack(process, next(names) if cannot == "see" else namespace)
+    def introduce(secret):
+        process, namespace, *rest = page._MEETING.unpack(introduced(secret))
+        return page._MEETING.pack(process, next(names) if cannot == "see" else namespace, *rest)
 
-    monkeypatch.setattr(board, "_opened", open_page)
-    monkeypatch.setattr(board, "_introduction", introduce)
+    monkeypatch.setattr(page, "_opened", open_page)
+    monkeypatch.setattr(page, "_introduction", introduce)
     if cannot == "make":
-        monkeypatch.setattr(board, "_PLACE", "/nowhere")
+        monkeypatch.setattr(page, "_PLACE", "/nowhere")
     if cannot == "fill":
 
         def full(world_size):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(board, "_flags_size", full)
+        monkeypatch.setattr(page, "_page_size", full)
 
     def exchange(rank, channel):
         said = [channel.exchange(bytes([rank, i]), 0, 10) for i in range(3)]
@@ -200,14 +200,14 @@ def test_what_is_half_written_is_not_read():
     def exchange(rank, channel):
         started = time.perf_counter()
         channel.exchange(bytes([rank]), 0, 10)
-        page = channel._board
+        mine, memory = channel._board, channel.page.memory
         if rank == 0:
-            page._round += 1
-            head, start = (page._round, 7, 5), page._slot(0)
+            mine._round += 1
+            head, start = (mine._round, 7, 5), mine._slot(0)
             half = board._HEADER.pack(*head, board._checksum(*head, b"whole")) + b"whol_"
-            page._page[start : start + len(half)] = half
+            memory[start : start + len(half)] = half
             time.sleep(0.2)
-            page._page[start + len(half) - 1] = ord("e")
+            memory[start + len(half) - 1] = ord("e")
             return None
         assert channel.exchange(b"other", 7, 10) == [b"whole", b"other"]
         return time.perf_counter() - started
@@ -234,9 +234,8 @@ def leaves(rank, channel):
     """Rank 1 says one thing more than rank 0 has heard, and goes."""
     channel.exchange(b"x", 0, 10)
     if rank == 1:
-        page = channel._board
-        page._round += 1
-        page._write(b"y", 0)
+        channel._board._round += 1
+        channel._board._write(b"y", 0)
         return None
     time.sleep(0.5)
     assert channel.exchange(b"y", 0, 10) == [b"y", b"y"]
@@ -310,12 +309,12 @@ def votes_on_a_page(mesh):
     state = state_of(group_of(group))
     assert isinstance(state.channel, NodeChannel)
     assert state.channel._board is not None
-    watched = dict(state.channel._board._watched)
+    watches = list(state.page._watches.values())
     del state
     dist.destroy_process_group(group_of(group))
     del group
     gc.collect()
-    for watch in watched:  # nothing of a destroyed group stays open
+    for watch in watches:  # nothing of a destroyed group stays open
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(watch)
 

@@ -10,6 +10,7 @@ from torch.profiler import profile
 
 import ringcp
 from ringcp.ambient import ambience, ambient
+from ringcp.peer_memory import PeerMemory
 from ringcp.record import CallLog
 from ringcp.testing import in_process
 from ringcp.transport import P2P
@@ -18,20 +19,24 @@ COLUMNS = ["call", "direction", "step", "block of", "tiles", "sent MB", "receive
 
 
 class Posts:
-    """What `P2P.post` was handed while in the ``with`` block: (where, bytes sent, bytes received)."""
+    """What transports were handed while in the ``with`` block: (where, bytes sent, bytes received)."""
 
     def __enter__(self):
-        self.seen, self.post = [], P2P.post
-
-        def post(transport, sends, recvs, where):
-            self.seen.append((where, *(sum(p.tensor.nbytes for p in parcels) for parcels in (sends, recvs))))
-            return self.post(transport, sends, recvs, where)
-
-        P2P.post = post
+        self.seen, self.posts = [], {transport: transport.post for transport in (P2P, PeerMemory)}
+        for transport, post in self.posts.items():
+            transport.post = self.noting(post)
         return self.seen
 
+    def noting(self, post):
+        def noted(transport, sends, recvs, where):
+            self.seen.append((where, *(sum(p.tensor.nbytes for p in parcels) for parcels in (sends, recvs))))
+            return post(transport, sends, recvs, where)
+
+        return noted
+
     def __exit__(self, *_):
-        P2P.post = self.post
+        for transport, post in self.posts.items():
+            transport.post = post
 
 
 def record_training(mesh, mask, layout):
