@@ -85,7 +85,7 @@ class Facts(NamedTuple):
     """What backward has to know of a call.
 
     kernel, mode, reading: codes, the last of how attn_mask is read. seed: of dropout, the one that rank 0 drew.
-    keeps: whether an exchange has kept what it brought. reads: whether ranks copy messages from each other's memory.
+    keeps: whether an exchange has kept what it brought. by_memory: whether messages are copied from memory.
     """
 
     seq_len: int
@@ -98,7 +98,7 @@ class Facts(NamedTuple):
     seed: int
     keeps: bool
     reading: int
-    reads: bool
+    by_memory: bool
 
 
 class Result(NamedTuple):

@@ -33,7 +33,7 @@ class NodeChannel:
         self._far = far
         self._rank, self._world_size = rank, world_size
         self._own_timeout = own_timeout
-        self._met = False
+        self._met = self._left = False
         self._board: Board | None = None
         self._turn = threading.Lock()
 
@@ -43,11 +43,14 @@ class NodeChannel:
                 self.page = meet(self._far, self._rank, self._world_size, timeout, self._own_timeout)
                 self._board = None if self.page is None else Board(self.page)
                 self._met = True
+                if self._left:  # in another thread, while this one met the others
+                    self.leave()
             if self._board is None or len(message) > _ROOM:
                 return self._far.exchange(message, tag, timeout)
             return self._board.exchange(message, tag, timeout)
 
     def leave(self) -> None:
+        self._left = True
         self._far.leave()
         if self.page is not None:
             self.page.leave()

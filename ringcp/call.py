@@ -110,7 +110,7 @@ def attend(a: Arguments) -> tuple[Result | None, Facts]:
         )
         if 0 in (a.q.shape[0], a.q.shape[1]):
             return None, facts
-        transport = transport_of(group, state, a.timeout, facts.reads)
+        transport = transport_of(group, state, a.timeout, facts.by_memory)
         with running(state, group, a.q):
             run = _run(a, (a.q, a.k, a.v), facts, layouts, prepared.mask, transport, state, "forward")
             return Result(*drive(run.forward(a.q, a.k, a.v, facts.keeps))), facts
@@ -126,7 +126,7 @@ def differentiate(a: BackwardArguments) -> tuple[Tensor, Tensor, Tensor] | None:
     facts = Facts(*a.facts.tolist())
     of_kv = None if a.kv_layout_spec is None else _sized(a.kv_layout_spec, facts.kv_len, [], state).rest
     layouts = _Layouts(_sized(a.layout_spec, facts.seq_len, [], state).rest, of_kv)
-    transport = transport_of(group, state, a.timeout, bool(facts.reads))
+    transport = transport_of(group, state, a.timeout, bool(facts.by_memory))
     with running(state, group, q):
         run = _run(a, (q, k, v), facts, layouts, _decoded(a.mask_spec), transport, state, "backward")
         kept = a.kept if facts.keeps else None

@@ -1,6 +1,6 @@
 """Gathering and reducing over the ranks of a group, for callers whose ranks have agreed before.
 
-On gloo they are messages from rank to rank. Its collectives hand tensors to a thread that lets go of them a moment
+On CPUs they are messages from rank to rank. Gloo's collectives hand tensors to a thread that lets go of them a moment
 after they are done; if the program is ending by then, that aborts the process (torch 2.13).
 """
 
@@ -25,7 +25,7 @@ def gather(
 ) -> list[Tensor]:
     """Every rank's rows of `dim`, by rank.
 
-    timeout: seconds to wait on gloo; None for the group's own.
+    timeout: seconds to wait on CPUs; None for the group's own.
     """
     rows = x.movedim(dim, 0)
     if not x.is_cuda:

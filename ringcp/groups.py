@@ -62,7 +62,7 @@ def group_name_of(mesh: DeviceMesh) -> str:
 GRID = "cp", "sp"
 # Between the names of the groups of a 2-D mesh, the ring's and the exchange's.
 _BETWEEN = "\n"
-_GRID_TAG = (1 << 30) + 4  # beside those of votes, `collectives` and `board`
+_GRID_TAG = (1 << 30) + 4  # beside those of votes, `collectives` and `page`
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -128,7 +128,9 @@ class GroupState:
         return self.channel.page if isinstance(self.channel, NodeChannel) else None
 
     def reads(self, device: torch.device) -> bool:
-        """Whether messages on a device are copied from memory to memory: the same on all ranks after the same votes."""
+        """Whether messages on a device are copied from memory to memory. The same on all ranks after the same votes; a
+        call that does not vote, in another thread than the group's first vote, may find another answer.
+        """
         return self.page is not None and self.page.reads and device.type == "cpu"
 
     def check_usable(self) -> None:
@@ -144,9 +146,11 @@ class GroupState:
 
     def break_off(self, error: BaseException) -> None:
         """Mark the group broken: messages of the failed call may still be under way."""
-        if self.channel is not None:  # first: peers may read what is given back after that
+        if self.channel is None:
+            return
+        try:  # first, since what peers could read is given back after that
             self.channel.leave()
-        if self.world_size > 1:
+        finally:
             self.broken = f"{type(error).__name__}: {error}"
 
 
@@ -171,13 +175,15 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
         return state
 
 
-def transport_of(group: dist.ProcessGroup | None, state: GroupState, timeout: float | None, reads: bool) -> Transport:
-    """How a call's messages reach the other ranks. reads: as `GroupState.reads` had it in forward.
+def transport_of(
+    group: dist.ProcessGroup | None, state: GroupState, timeout: float | None, by_memory: bool
+) -> Transport:
+    """How a call's messages reach the other ranks. by_memory: what `GroupState.reads` was in forward.
 
     Raises:
-        PeerError: if the group of forward is another one, of the same name.
+        PeerError: if ranks of this group share no page: forward was called on another one, of the same name.
     """
-    if reads:
+    if by_memory:
         if state.page is None:
             raise PeerError(
                 f"rank {state.rank}: expected the group that forward was called on, got another one of its name; run "

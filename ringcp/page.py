@@ -45,15 +45,18 @@ _LOOK = 1  # ms: how often it then looks, and whether its peers live
 
 
 class _Introduction(NamedTuple):
-    """The process, the namespace that it is counted in, and where in its memory stands the secret."""
+    """The process, the namespace that it is counted in, the boot of the system that both are of, and where in the
+    memory of the process stands the secret.
+    """
 
     process: int
     namespace: int
+    boot: bytes
     address: int
     secret: bytes
 
 
-_MEETING = struct.Struct("=QQQ16s")
+_MEETING = struct.Struct("=QQ16sQ16s")
 
 
 class Page:
@@ -62,7 +65,7 @@ class Page:
     reads: whether all ranks can read each other's memory; found out by `meet`.
     own_timeout: the group's, in seconds.
     turn: of threads of this rank that write to the page. taking: of those that take messages from it.
-    shown: what lies where peers may read it, by entry. numbers: for messages.
+    shown: what lies where peers may read it, by the number of the message. numbers: those to come.
     """
 
     def __init__(
@@ -136,13 +139,13 @@ class Page:
             with self._fence:
                 pass
 
-    def _gone(self, peers: Collection[int], moment: int) -> set[int]:
-        """Those of some peers that write no more, as seen in the next moment: ms."""
+    def _gone(self, peers: Collection[int], ms: int) -> set[int]:
+        """Those of some peers that write no more, as seen in so many milliseconds."""
         alive = select.poll()  # of this thread alone
         by_watch = {self._watches[peer]: peer for peer in peers}
         for watch in by_watch:
             alive.register(watch, select.POLLIN)
-        return {by_watch[watch] for watch, _ in alive.poll(moment)} | {peer for peer in peers if self.memory[peer]}
+        return {by_watch[watch] for watch, _ in alive.poll(ms)} | {peer for peer in peers if self.memory[peer]}
 
 
 def slot_at(rank: int, half: int, world_size: int) -> int:
@@ -171,7 +174,7 @@ def meet(
     secret = ctypes.create_string_buffer(os.urandom(16), 16)
     said = far.exchange(_introduction(secret), _MEET_TAG, timeout)
     told = [_Introduction(*_MEETING.unpack(each)) for each in said]
-    same = len({each.namespace for each in told}) == 1
+    same = len({(each.namespace, each.boot) for each in told}) == 1
     # Not before all have come: whoever is killed while it waits deletes no file.
     name = _new_page(world_size) if rank == 0 and same else ""
     try:
@@ -188,10 +191,10 @@ def meet(
         if name:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(_PLACE, name))
-    if page is None or not all(mapped for mapped, _ in able):
-        return None
-    page.reads = all(can for _, can in able)
-    how = "are copied from memory to memory" if page.reads else "go by gloo: not every rank may read another's memory"
+    page = page if all(mapped for mapped, _ in able) else None
+    if page is not None:
+        page.reads = all(can for _, can in able)
+    how = "are copied from memory to memory" if page is not None and page.reads else "go by gloo: not all may be read"
     _log.debug("rank %d of %d: messages on CPUs %s", rank, world_size, how)
     return page
 
@@ -225,9 +228,11 @@ def _process_vm_readv() -> Any:
 def _introduction(secret: ctypes.Array[ctypes.c_char]) -> bytes:
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        namespace = 0
-    return _MEETING.pack(os.getpid(), namespace, ctypes.addressof(secret), secret.raw)
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = bytes.fromhex(file.read().strip().replace("-", ""))
+    except (OSError, ValueError):
+        namespace, boot = 0, b""
+    return _MEETING.pack(os.getpid(), namespace, boot, ctypes.addressof(secret), secret.raw)
 
 
 def _can_read(peer: _Introduction) -> bool:

@@ -68,16 +68,19 @@ class _Reads:
 
     def _missing(self) -> set[int]:
         """Peers of whom, or for whom, there are messages, after a look."""
-        self._recvs = [parcel for parcel in self._recvs if not self._take(parcel)]
+        self._receive()
         self._shown = [shown for shown in self._shown if self._waits(shown)]
         return {parcel.peer for parcel in self._recvs} | {shown.parcel.peer for shown in self._shown}
+
+    def _receive(self) -> None:
+        self._recvs = [parcel for parcel in self._recvs if not self._take(parcel)]
 
     def _show(self, parcel: Parcel) -> _Shown:
         page, words = self._page, self._page.words
         entry = self._reserved(parcel)
         words[entry + 1], words[entry + 2], words[entry + 3] = parcel.tag, *_memory(parcel.tensor)
         number = next(page.numbers)
-        page.shown[entry] = parcel.tensor
+        page.shown[number] = parcel.tensor
         page.fence()
         words[entry] = number
         return _Shown(parcel, entry, number)
@@ -95,6 +98,7 @@ class _Reads:
                         words[entry] = _WRITING
                         found.append(entry)
                         return set()
+            self._receive()  # the peer may wait for an entry of its own
             return {parcel.peer}
 
         peers, gone = page.wait(missing, self._timeout)
@@ -104,12 +108,9 @@ class _Reads:
 
     def _waits(self, shown: _Shown) -> bool:
         """Whether a message has not been taken yet."""
-        page = self._page
-        if page.words[shown.entry] == shown.number:
+        if self._page.words[shown.entry] == shown.number:
             return True
-        with page.turn:  # a later message may have its place
-            if page.shown.get(shown.entry) is shown.parcel.tensor:
-                del page.shown[shown.entry]
+        self._page.shown.pop(shown.number, None)
         return False
 
     def _take(self, parcel: Parcel) -> bool:

@@ -1,5 +1,6 @@
 """A call of `ringcp.attention` to vary, made alike on every rank of a pool, and the check that a valid one is exact."""
 
+import ctypes
 import functools
 
 import torch
@@ -46,6 +47,11 @@ def new_mesh(**options):
     """A mesh with a group of its own, which a test may break."""
     group = dist.new_group(**options)
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+
+
+def readable(mesh):
+    """From now on, this rank's memory can be read by the others, where a system would ask their parent (yama)."""
+    ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)  # PR_SET_PTRACER, any
 
 
 def messages_by_gloo(mesh):

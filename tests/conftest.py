@@ -7,7 +7,7 @@ from typing import Protocol
 import hypothesis
 import pytest
 import torch
-from calls import messages_by_gloo
+from calls import messages_by_gloo, readable
 
 from benchmarks.parity.reports import reports
 from ringcp.testing.pool import World
@@ -49,8 +49,8 @@ def worlds() -> Iterator[Worlds]:
             )
         elif fresh:
             pool.restart()
-        if fresh and not key[-1]:
-            pool.run(messages_by_gloo)
+        if fresh:
+            pool.run(readable if key[-1] else messages_by_gloo)
         pools[key] = pool
         return pool
 

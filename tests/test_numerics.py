@@ -213,7 +213,7 @@ def test_two_runs_give_the_same_bits_with_one_and_two_threads():
             assert all(same), (case, dtype, threads, same)
 
 
-def bits_over_gloo(mesh, cases):
+def bits_of_ranks(mesh, cases):
     found = []
     for case, dtype in cases:
         layout = layout_named(case.layout, case.seq_len, mesh.size())
@@ -227,9 +227,10 @@ def bits_over_gloo(mesh, cases):
     return torch.get_num_threads(), found
 
 
-def test_bits_over_gloo_with_one_and_two_threads(worlds):
-    runs = [worlds(2, threads=threads).run(bits_over_gloo, bit_cases()) for threads in (1, 2, 2)]
-    assert [[threads for threads, _ in run] for run in runs] == [[1, 1], [2, 2], [2, 2]]
+def test_bits_of_ranks_with_one_and_two_threads_by_gloo_and_by_memory(worlds):
+    ways = (1, True), (2, True), (2, True), (1, False)
+    runs = [worlds(2, threads=threads, reads=reads).run(bits_of_ranks, bit_cases()) for threads, reads in ways]
+    assert [[threads for threads, _ in run] for run in runs] == [[1, 1], [2, 2], [2, 2], [1, 1]]
     for rank in range(2):
         for i, (case, dtype) in enumerate(bit_cases()):
             for run in runs[1:]:

@@ -27,6 +27,19 @@ def parcel(x, peer, tag=7):
     return Parcel(x, peer, tag, "keys and values")
 
 
+class Done:
+    """Keeps a rank in its group until the others have done what they do."""
+
+    def __init__(self, others):
+        self.barrier = threading.Barrier(others + 1)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.barrier.wait(20)
+
+
 def with_memory(size, fn, timeout=10.0):
     """``fn(rank, transport, page)`` of every rank, in threads."""
 
@@ -110,14 +123,27 @@ def test_more_messages_than_entries_wait_for_their_turn():
     assert with_memory(2, run)[0] == list(range(many))
 
 
-def test_more_messages_than_entries_that_nobody_takes():
+def test_more_messages_than_entries_both_ways():
+    many = 3 * page._ENTRIES
+
     def run(rank, transport, _):
-        if rank == 0:
-            time.sleep(1)  # it stays
-            return
-        for tag in range(page._ENTRIES):
-            transport.post([parcel(torch.zeros(1), 0, tag)], [], "step")
-        transport.post([parcel(torch.zeros(1), 0, tag + 1)], [], "forward step 9")
+        got = [torch.zeros(1) for _ in range(many)]
+        sends = [parcel(torch.full((1,), float(tag)), 1 - rank, tag) for tag in range(many)]
+        transport.post(sends, [parcel(x, 1 - rank, tag) for tag, x in enumerate(got)], "step").wait()
+        return [float(x) for x in got]
+
+    assert with_memory(2, run) == [list(range(many))] * 2
+
+
+def test_more_messages_than_entries_that_nobody_takes():
+    done = Done(1)
+
+    def run(rank, transport, _):
+        with done:
+            if rank == 1:
+                for tag in range(page._ENTRIES):
+                    transport.post([parcel(torch.zeros(1), 0, tag)], [], "step")
+                transport.post([parcel(torch.zeros(1), 0, tag + 1)], [], "forward step 9")
 
     error = with_memory(2, run, timeout=0.2)[1]
     assert isinstance(error, ringcp.PeerError)
@@ -127,32 +153,41 @@ def test_more_messages_than_entries_that_nobody_takes():
 
 @pytest.mark.parametrize("verb", ["sending to", "receiving from"])
 def test_who_does_not_come_in_time_is_named(verb):
-    def run(rank, transport, _):
-        if rank == 1:
-            time.sleep(1)  # it stays in the group
-            return
-        there, missed = parcel(torch.zeros(2), 2 - rank), parcel(torch.zeros(6), 1, 8)
-        sends, recvs = ([there, missed], []) if verb == "sending to" else ([there], [missed])
-        transport.post(sends, [parcel(torch.zeros(2), 2 - rank), *recvs], "forward step 3").wait()
+    done = Done(2)
 
-    errors = with_memory(3, run, timeout=0.3)
+    def run(rank, transport, _):
+        with done:
+            if rank == 1:
+                return
+            there, missed = parcel(torch.zeros(2), 2 - rank), parcel(torch.zeros(6), 1, 8)
+            sends, recvs = ([there, missed], []) if verb == "sending to" else ([there], [missed])
+            transport.post(sends, [parcel(torch.zeros(2), 2 - rank), *recvs], "forward step 3").wait()
+
+    errors = with_memory(3, run, timeout=1)
     for rank in (0, 2):
         assert isinstance(errors[rank], ringcp.PeerError)
-        said = f"rank {rank}, forward step 3: {verb} rank 1: keys and values of 24 bytes did not go through within 0.3"
+        said = f"rank {rank}, forward step 3: {verb} rank 1: keys and values of 24 bytes did not go through within 1 s"
         assert said in str(errors[rank])
         assert (page.LATE if verb == "receiving from" else "it has not taken it") in str(errors[rank])
 
 
 @pytest.mark.parametrize("sender_leaves", [True, False])
 def test_of_who_has_gone_nothing_is_taken(sender_leaves):
+    left, done = threading.Event(), Done(1)
+
     def run(rank, transport, shared):
         if rank == 0:
-            if sender_leaves:
-                transport.post([parcel(torch.ones(4), 1)], [], "step")
-            shared.leave()
-            time.sleep(1)
+            with done:
+                if sender_leaves:
+                    transport.post([parcel(torch.ones(4), 1)], [], "step")
+                shared.leave()
+                left.set()
             return None
-        time.sleep(0.2)
+        with done:
+            assert left.wait(10)
+            return refused(transport)
+
+    def refused(transport):
         started = time.perf_counter()
         sends, recvs = ([], [parcel(torch.zeros(4), 0)]) if sender_leaves else ([parcel(torch.zeros(4), 0)], [])
         with pytest.raises(ringcp.PeerError, match=f"{'receiving from' if sender_leaves else 'sending to'} rank 0"):
@@ -234,6 +269,19 @@ def test_one_rank_that_cannot_read_decides_for_all(cannot, monkeypatch):
     assert on_pages(3, run) == [(True, False)] * 3
 
 
+def test_what_is_shown_is_held_until_the_rank_has_left():
+    def run(rank, transport, shared):
+        if rank == 1:
+            return None
+        x = torch.ones(4)
+        transport.post([parcel(x, 1)], [], "step")  # its pending goes, as in an exception
+        held = [shown.data_ptr() for shown in shared.shown.values()] == [x.data_ptr()]
+        shared.leave()
+        return held, len(shared.shown)
+
+    assert with_memory(2, run)[0] == (True, 0)
+
+
 def test_threads_of_a_rank_take_entries_of_their_own():
     def run(rank, transport, _):
         def thread(n):
@@ -272,9 +320,9 @@ def test_a_message_has_gone_though_a_later_one_has_its_entry():
 def test_whoever_posts_first_waits_for_the_others_post_not_for_their_wait():
     first_done = threading.Event()
 
-    def run(rank, transport, _):
+    def run(rank, transport, shared):
         if rank == 1:
-            time.sleep(0.1)
+            shared.wait(lambda: () if any(shared.words[at] for at in shared.entries(0, 1)) else [0], 10)
         x = torch.full((1,), float(rank))
         pending = transport.post([parcel(x, 1 - rank)], [parcel(got := x.clone(), 1 - rank)], "step")
         if rank == 1:
@@ -343,6 +391,36 @@ def test_nothing_goes_by_gloo_where_memory_can_be_read(worlds):
     assert worlds(2, reads=True).run(nothing_by_gloo) == [True, True]
 
 
+def backward_in_another_group(mesh):
+    """Of the same name, as after the process group was destroyed and made anew."""
+    group = new_mesh()
+    call, *_ = make_call(group, 13, requires_grad=True)
+    loss = attend(call).sum()
+    state = state_of(group_of(group))
+    channel, state.channel = state.channel, None
+    try:
+        with pytest.raises(ringcp.PeerError, match="expected the group that forward was called on"):
+            loss.backward()
+    finally:
+        state.channel = channel
+    assert not state.broken
+    check_exact(group, 13)
+    return True
+
+
+def test_a_backward_after_its_group_is_told_so(worlds):
+    assert worlds(2, reads=True).run(backward_in_another_group) == [True, True]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_log_says_how_messages_go(reads, monkeypatch, caplog):
+    monkeypatch.setattr(page, "_can_read", lambda peer: reads)
+    with caplog.at_level("DEBUG", "ringcp.page"):
+        on_pages(2, lambda rank, channel: channel.exchange(b"", 0, 10))
+    how = "are copied from memory to memory" if reads else "go by gloo: not all may be read"
+    assert sorted(caplog.messages) == [f"rank {rank} of 2: messages on CPUs {how}" for rank in range(2)]
+
+
 def backward_as_forward(mesh):
     """A call without a vote, before the ranks have met on a page, and its backward after that."""
     group = new_mesh()
@@ -386,7 +464,7 @@ def breaks_in_a_kernel(mesh, how):
             train(group, timeout=100)
         time.sleep(2)  # what it had shown is its own again
         return None
-    with pytest.raises(ringcp.PeerError, match=r"forward step 0: (receiving from|sending to) rank 1: keys and values"):
+    with pytest.raises(ringcp.PeerError, match=r"ward step 0: (receiving from|sending to) rank 1: "):
         train(group, timeout=100)
     return time.perf_counter() - started
 
@@ -457,5 +535,5 @@ def uneven(mesh, mode, slow):
 
 
 @pytest.mark.parametrize("mode", ["usp", "ulysses"])
-def test_no_rank_waits_for_what_comes_later(worlds, mode):
+def test_ranks_of_uneven_pace_do_not_block_each_other(worlds, mode):
     assert worlds(4, reads=True).run(uneven, mode, (0, 3)) == [2] * 4
