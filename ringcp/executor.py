@@ -135,6 +135,8 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> Generator[Pending, Non
                     else:
                         merge_(out.part(call), lse.part(call), out_c, lse_c)
                 del out_c, lse_c  # else they are there while the next call computes
+                if pending is not None:
+                    pending.go_on()
         log.mark()
         yield from waited(pending, f"ringcp::fwd step {i} wait")
         log.mark()
@@ -171,6 +173,8 @@ def backward(
                 for call, dk_c, dv_c in dkvs:
                     sums.hold(call, dk_c, dv_c)
                 del dqs, dkvs, dq_c, dk_c, dv_c  # else they are there while the next call computes
+                if pending is not None:
+                    pending.go_on()
         log.mark()
         yield from waited(pending, f"ringcp::bwd step {i} wait")
         log.mark()

@@ -54,7 +54,11 @@ class _Reads:
         self._page, self._timeout, self._where = page, timeout, where
         self._recvs = list(recvs)
         self._shown = [self._show(parcel) for parcel in sends]
-        self._missing()  # whoever was here before need not wait for what this rank computes now
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Take what is there, so that its sender need not wait for what this rank computes next."""
+        self._receive()
 
     def wait(self) -> None:
         peers, gone = self._page.wait(self._missing, self._timeout)

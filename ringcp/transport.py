@@ -33,6 +33,10 @@ class Parcel(NamedTuple):
 class Pending(Protocol):
     """Transfers under way."""
 
+    def go_on(self) -> None:
+        """Between calls of kernels: whatever takes this rank's own processor time, and can be done without waiting."""
+        ...
+
     def wait(self) -> None:
         """Return when they are done (on CUDA: when the current stream has been told to wait for them)."""
         ...
@@ -147,6 +151,9 @@ class _Works:
         self._recvs = recvs
         self._where = where
 
+    def go_on(self) -> None:
+        """Gloo's threads and NCCL's kernels go on by themselves."""
+
     def wait(self) -> None:
         parcels = [("sending to", p) for p in self._sends] + [("receiving from", p) for p in self._recvs]
         if parcels[0][1].tensor.is_cuda:  # one work for the batch; the stream waits, the host goes on
@@ -225,6 +232,9 @@ class Delivery:
             letter.delivered = True
         self._recvs = waiting
         return not waiting and all(letter.delivered for letter in self._letters)
+
+    def go_on(self) -> None:
+        """`drive_all` asks whether it is ready."""
 
     def wait(self) -> None:
         if not self.ready():

@@ -49,6 +49,9 @@ class FakeTransport:
         events = self.events
 
         class Pending:
+            def go_on(self) -> None:
+                pass
+
             def wait(self) -> None:
                 for parcel in recvs:
                     parcel.tensor.zero_()

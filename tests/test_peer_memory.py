@@ -334,6 +334,24 @@ def test_whoever_posts_first_waits_for_the_others_post_not_for_their_wait():
     assert with_memory(2, run) == [1.0, 0.0]
 
 
+def test_a_rank_that_computes_takes_what_has_come_between_its_kernels():
+    first_done = threading.Event()
+
+    def run(rank, transport, shared):
+        x = torch.full((1,), float(rank))
+        pending = transport.post([parcel(x, 1 - rank)], [parcel(got := x.clone(), 1 - rank)], "step")
+        if rank == 1:
+            shared.wait(lambda: () if any(shared.words[at] for at in shared.entries(0, 1)) else [0], 10)
+            pending.go_on()
+            assert first_done.wait(5)
+        pending.wait()
+        if rank == 0:
+            first_done.set()
+        return float(got)
+
+    assert with_memory(2, run) == [1.0, 0.0]
+
+
 def test_threads_that_wait_at_once():
     def run(rank, transport, _):
         def thread(n):
