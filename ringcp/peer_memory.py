@@ -58,7 +58,7 @@ class _Reads:
 
     def go_on(self) -> None:
         """Take what is there, so that its sender need not wait for what this rank computes next."""
-        self._receive()
+        self._recvs = [parcel for parcel in self._recvs if not self._take(parcel)]
 
     def wait(self) -> None:
         peers, gone = self._page.wait(self._missing, self._timeout)
@@ -72,12 +72,9 @@ class _Reads:
 
     def _missing(self) -> set[int]:
         """Peers of whom, or for whom, there are messages, after a look."""
-        self._receive()
+        self.go_on()
         self._shown = [shown for shown in self._shown if self._waits(shown)]
         return {parcel.peer for parcel in self._recvs} | {shown.parcel.peer for shown in self._shown}
-
-    def _receive(self) -> None:
-        self._recvs = [parcel for parcel in self._recvs if not self._take(parcel)]
 
     def _show(self, parcel: Parcel) -> _Shown:
         page, words = self._page, self._page.words
@@ -102,7 +99,7 @@ class _Reads:
                         words[entry] = _WRITING
                         found.append(entry)
                         return set()
-            self._receive()  # the peer may wait for an entry of its own
+            self.go_on()  # the peer may wait for an entry of its own
             return {parcel.peer}
 
         peers, gone = page.wait(missing, self._timeout)
@@ -159,4 +156,4 @@ class _Reads:
 def _memory(x: Tensor) -> tuple[int, int]:
     """Where a tensor lies, and its bytes."""
     assert x.is_contiguous(), "what travels is one run of elements"
-    return x.data_ptr(), x.numel() * x.element_size()
+    return x.data_ptr(), x.nbytes
