@@ -35,7 +35,7 @@ from ringcp.rotate import rotate_mode
 from ringcp.saving import saving_shards
 from ringcp.sdpa import Context, make_context
 from ringcp.sharding import unshard, vote
-from ringcp.untraced import callers_level, untraced
+from ringcp.untraced import callers_level, eager, untraced
 
 
 @untraced
@@ -215,6 +215,7 @@ def current_context() -> Context | None:
     return None if session is None else session.context
 
 
+@eager
 def context_parallel_unshard(
     mesh: DeviceMesh,
     buffers: Sequence[Tensor],

@@ -101,6 +101,7 @@ class Layout:
         self.owners = owners
         self.replicated = 0
         self._code = code
+        self._dealt = _dealt(seq_len, world_size, owners)
         self.spec = host_int64(self.key)
         if len(self.key) > 3:
             torch._dynamo.maybe_mark_dynamic(self.spec, 0)
@@ -122,15 +123,8 @@ class Layout:
             )
         if self.owners:
             return self._dealt[rank]
-        return _spans(self._code, self.seq_len, self.world_size, rank)
-
-    @cached_property
-    def _dealt(self) -> tuple[tuple[Span, ...], ...]:
-        """The spans of every rank, from one look at the owners."""
-        spans: list[list[Span]] = [[] for _ in range(self.world_size)]
-        for owner, chunk in zip(self.owners, chunks(self.seq_len, len(self.owners)), strict=True):
-            spans[owner].append(chunk)
-        return tuple(map(joined, spans))
+        find = _spans.__wrapped__ if torch.compiler.is_compiling() else _spans  # Dynamo warns of caches
+        return find(self._code, self.seq_len, self.world_size, rank)
 
     def local_len(self, rank: int) -> int:
         """Number of tokens that `rank` owns."""
@@ -227,6 +221,16 @@ class Layout:
         if self.world_size > _PRINTED_RANKS:
             lines.append(f"  ... {self.world_size - _PRINTED_RANKS} more ranks")
         return "\n".join(lines)
+
+
+def _dealt(seq_len: int, world_size: int, owners: Sequence[int]) -> tuple[tuple[Span, ...], ...]:
+    """The spans of every rank, from one look at the owners of chunks; none without owners."""
+    if not owners:
+        return ()
+    spans: list[list[Span]] = [[] for _ in range(world_size)]
+    for owner, chunk in zip(owners, chunks(seq_len, len(owners)), strict=True):
+        spans[owner].append(chunk)
+    return tuple(map(joined, spans))
 
 
 @lru_cache(maxsize=4096)

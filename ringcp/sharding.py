@@ -25,6 +25,7 @@ from ringcp.groups import GroupState, group_of, state_of
 from ringcp.integers import is_int
 from ringcp.layout import LAYOUT_NAMES, Layout, layout_named
 from ringcp.mask import Mask
+from ringcp.untraced import eager
 
 
 def make_layout(mask: Mask | None, seq_len: int, mesh: DeviceMesh) -> Layout:
@@ -50,6 +51,7 @@ def make_layout(mask: Mask | None, seq_len: int, mesh: DeviceMesh) -> Layout:
     return choose_layout(mask, seq_len, state_of(group).world_size)
 
 
+@eager
 def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto") -> Tensor:
     """This rank's rows of a whole tensor that every rank holds.
 
@@ -92,6 +94,7 @@ def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto
     return lay.shard(x, state.rank, dim)
 
 
+@eager
 def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto") -> Tensor:
     """The whole sequence, on every rank, from each rank's rows.
 
@@ -126,6 +129,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
     return lay.unshard(_gathered(x, group, state, lengths, dim), dim)
 
 
+@eager
 def all_gather(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     """The tensors of all ranks behind one another in `dim`, in rank order; they may differ in length there.
 

@@ -1,4 +1,4 @@
-"""Context managers that Dynamo does not look into: entering and leaving them is a graph break in compiled code."""
+"""What Dynamo does not look into: calling it, or entering and leaving it, is a graph break in compiled code."""
 
 from __future__ import annotations
 
@@ -94,6 +94,17 @@ def skip_alone(function: Callable[P, T]) -> Callable[P, T]:
         strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+def eager(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, at whose calls compiled code breaks its graph."""
+
+    @wraps(function)
+    @skip_alone
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        return call_untraced(function, *args, **kwargs)
+
+    return called
 
 
 def callers_level() -> int:

@@ -26,7 +26,8 @@ LAYOUTS = [ringcp.HeadTail, ringcp.Striped, ringcp.Contiguous]
 
 
 def quiet(fn):
-    """torch's own warnings while it compiles are not ours: numpy's of its config, and those of its scripted rules.
+    """torch's own warnings while it compiles are not ours: numpy's of its config, those of its scripted rules, and what
+    it says of each tensor that has no grad of its own and passes a graph break, and hides if it is no error.
 
     Nor are the graphs that inductor keeps on disk, by the ops' names and not by what their fakes say: those of an
     earlier ringcp would come back.
@@ -40,6 +41,7 @@ def quiet(fn):
             torch._functorch.config.patch(enable_autograd_cache=False),
         ):
             warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             torch._dynamo.reset()
             return fn(*args)
 
@@ -442,3 +444,65 @@ def test_ranks_agree_on_what_is_kept(worlds):
     for in_eager, on_one, on_all in worlds(2).run(one_rank_compiles):
         assert in_eager < 0.75 * on_one
         assert on_one == on_all
+
+
+def gathers(layout):
+    """Between shards and the whole sequence, by name: what takes a shard, or for "shard" the whole."""
+    return {
+        "shard": lambda x, mesh: ringcp.shard(x * 2, mesh, dim=0, layout=layout),
+        "unshard": lambda x, mesh: ringcp.unshard(x * 2, mesh, dim=0, layout=layout),
+        "all_gather": lambda x, mesh: ringcp.all_gather(x * 2, mesh, dim=0),
+        "context_parallel_unshard": lambda x, mesh: ringcp.context_parallel_unshard(mesh, [x * 2], [0], layout=layout)[
+            0
+        ],
+    }
+
+
+@quiet
+def compiled_gathers(mesh):
+    layout = ringcp.Striped(5, mesh.size())
+    whole = torch.arange(10.0).view(5, 2)
+    wrong = []
+    for name, gathered in gathers(layout).items():
+        x = whole if name == "shard" else layout.shard(whole, mesh.get_local_rank(), 0)
+        x = x.clone().requires_grad_()
+
+        def step(x, gathered=gathered):
+            return (gathered(x, mesh) ** 2).sum() + x.sum()
+
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+            torch.compile(step, backend="aot_eager", fullgraph=True)(x)
+        results = []
+        for fn in (step, torch.compile(step, backend="aot_eager")):
+            loss = fn(x)
+            results.append((loss, *torch.autograd.grad(loss, x)))
+        wrong += [name for a, b in zip(*results, strict=True) if not torch.equal(a, b)]
+    return wrong
+
+
+def test_compiled_code_calls_what_gathers_eagerly(worlds):
+    """It breaks the graph there; and where that is forbidden, the group is as it was."""
+    assert worlds(2).run(compiled_gathers) == [[], []]
+
+
+@quiet
+def compiled_layouts():
+    """Which layouts give other rows in compiled code."""
+    wrong = []
+    whole = torch.arange(44.0).view(11, 4)
+    balanced = ringcp.Balanced(11, 3, ringcp.Documents(cu_seqlens=[0, 4, 11]))
+    joint = ringcp.Joint(replicated=2, rest=ringcp.Striped(9, 3))
+    for layout in (*(kind(11, 3) for kind in LAYOUTS), balanced, joint):
+        for rank in range(3):
+
+            def step(x, layout=layout, rank=rank):
+                return layout.shard(x, rank, 0) * 2, layout.positions(rank) + 1
+
+            torch._dynamo.reset()
+            found = torch.compile(step, backend="aot_eager", fullgraph=True)(whole)
+            wrong += [layout for a, b in zip(step(whole), found, strict=True) if not torch.equal(a, b)]
+    return wrong
+
+
+def test_layouts_are_traced_without_a_word():
+    assert compiled_layouts() == []
