@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -230,16 +231,24 @@ class Harness:
         )
 
     def rounds(
-        self, entrants: Sequence[Entrant], *, warmup: int, rounds: int, progress: Callable[[], None]
+        self,
+        entrants: Sequence[Entrant],
+        *,
+        warmup: int,
+        rounds: int,
+        progress: Callable[[], None],
+        calls: int = 1,
     ) -> list[list[list[float]]]:
         """Seconds by entrant, round and metric (in the order of `METRICS`), on the slowest rank. Every round runs all
         entrants, forwards in one and backwards in the next, so that drifts of the machine hit all alike.
+
+        calls: of an entrant in a row, of which the median counts.
         """
         seconds: list[list[list[float]]] = [[] for _ in entrants]
         for i in range(warmup + rounds):
             order = range(len(entrants)) if i % 2 == 0 else reversed(range(len(entrants)))
             for j in order:
-                measured = self._slowest(entrants[j])
+                measured = self._slowest(entrants[j], calls)
                 if i >= warmup:
                     seconds[j].append(measured)
                 progress()
@@ -274,15 +283,15 @@ class Harness:
             medians.append(ordered[len(ordered) // 2])
         return [b for b in medians if b.tiles]
 
-    def _slowest(self, entrant: Entrant) -> list[float]:
-        seconds = [0.0] * len(METRICS)
+    def _slowest(self, entrant: Entrant, calls: int) -> list[float]:
+        seconds = [[0.0] * len(METRICS)] * calls
         dist.barrier(self._control)
         if not entrant.waits:
             with self._cores(entrant):
-                seconds = self._clock(entrant)
+                seconds = [self._clock(entrant) for _ in range(calls)]
         times = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=self._control)  # here the others sleep while rank 0 computes
-        return times.tolist()
+        return [statistics.median(of_calls) for of_calls in times.T.tolist()]
 
     def _cores(self, entrant: Entrant) -> AbstractContextManager[None]:
         return self._all_cores() if entrant.single_process else nullcontext()

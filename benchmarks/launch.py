@@ -65,6 +65,7 @@ def main(argv: Sequence[str]) -> None:
                 now = time.time()
                 effort = Effort(
                     suite.most_rounds,
+                    calls=named.calls,
                     until=now + max(0.0, args.until - now) / (len(suite.cases) - i),
                     least=suite.least_rounds,
                     drawn=named.drawn,

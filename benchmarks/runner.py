@@ -45,12 +45,14 @@ class Effort:
 
     rounds: as many, or with `until` at most as many as end by then, and at least `least`.
     warmup: rounds that do not count, after the two calls in which an entrant is checked and its memory counted.
+    calls: of an entrant in a row, in each round.
     until: as `time.time()`.
     breakdown, drawn: record further calls, step by step.
     """
 
     rounds: int
     warmup: int = 0
+    calls: int = 1
     until: float | None = None
     least: int = 1
     breakdown: bool = False
@@ -58,7 +60,7 @@ class Effort:
 
     @property
     def turns(self) -> int:
-        """Calls of an entrant, those that are recorded apart."""
+        """Of an entrant; those calls apart that are recorded."""
         return self.rounds + self.warmup + 2
 
 
@@ -114,7 +116,7 @@ def run_case(harness: Harness, job: Job, effort: Effort, meter: Meter) -> list[M
         meter.turn()
     meter.say(job.case.name)
     rounds = _num_rounds(harness, effort, began)
-    seconds = harness.rounds(entrants, warmup=effort.warmup, rounds=rounds, progress=meter.turn)
+    seconds = harness.rounds(entrants, warmup=effort.warmup, rounds=rounds, progress=meter.turn, calls=effort.calls)
     by_mode = {(e.provider, e.mode): s for e, s in zip(entrants, seconds, strict=True)}
     results = []
     for entrant, usage in zip(entrants, usages, strict=True):

@@ -71,6 +71,7 @@ class Named:
 
     modes: ringcp's; other providers run in all of theirs.
     drawn: a call of each mode becomes a picture.
+    calls: of an entrant in a row, in each round: the first one after a pause finds caches that are cold.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Named:
     bars: tuple[Bar, ...] = ()
     companions: tuple[str, ...] = ()
     drawn: bool = False
+    calls: int = 1
 
     @property
     def title(self) -> str:
@@ -127,7 +129,7 @@ _LATENCY = (Bar(OVER_BARE, "ms", 1, at_most=True), Bar(FORWARD_OVER_BARE, "ms", 
 
 # Short ones first: what they leave of their time is the long ones'.
 QUICK = (
-    Named("latency", Case(64), modes=("ring",), bars=_LATENCY, companions=(BARE,)),
+    Named("latency", Case(64), modes=("ring",), bars=_LATENCY, companions=(BARE,), calls=20),
     Named("causal-2k-fp32", Case(2048), bars=_AT_2K),
     Named("causal-2k-bf16", Case(2048, "bf16"), bars=_AT_2K),
     Named("causal-4k-bf16", Case(4096, "bf16")),

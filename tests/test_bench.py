@@ -397,6 +397,23 @@ class Posted:
         return list(self.batches)
 
 
+def turn_of_three(mesh):
+    seconds = iter([[1.0, 9.0, 3.0], [2.0, 1.0, 8.0]][mesh.get_local_rank()])
+
+    class Told(harness.Harness):
+        def _clock(self, entrant):
+            return [next(seconds)] * 3
+
+    h = Told("cpu", torch.get_num_threads())
+    entrant = harness.Entrant("x", "", None, [torch.zeros(1)], None)
+    return h.rounds([entrant], warmup=0, rounds=1, progress=lambda: None, calls=3)
+
+
+def test_of_calls_in_a_row_the_median_of_the_slowest_rank_counts(worlds):
+    for measured in worlds(2).run(turn_of_three):
+        assert measured == [[[8.0] * 3]]  # of 2, 9 and 8
+
+
 def bare_transfers(mesh):
     h = harness.Harness("cpu", torch.get_num_threads())
     entrant = h.entrant("ringcp", providers.Setting(cases.Case(64), mesh, "ring", "auto", "call"))

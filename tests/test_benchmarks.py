@@ -89,7 +89,8 @@ def test_rounds_alternate_the_order_and_leave_out_the_warm_up():
         def __init__(self):
             self.order = []
 
-        def _slowest(self, entrant):
+        def _slowest(self, entrant, calls):
+            assert calls == 1
             self.order.append(entrant)
             return [float(len(self.order))] * 3
 
