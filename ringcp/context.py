@@ -23,18 +23,18 @@ from ringcp.context_buffers import (
     numbers_text,
     sized,
 )
-from ringcp.errors import ArgumentError, LayoutError, RingcpError
+from ringcp.errors import ArgumentError, RingcpError
 from ringcp.groups import GroupState, group_of, state_of
 from ringcp.inplace import Buffer, sharded_in_place
 from ringcp.interception import intercepted
 from ringcp.kernels.registry import check_kernel_name
-from ringcp.layout import LAYOUT_NAMES, Layout
+from ringcp.layout import Layout
 from ringcp.mask import Mask
 from ringcp.options import Options, degree_in, options_problem, seconds_of
 from ringcp.rotate import rotate_mode
 from ringcp.saving import saving_shards
 from ringcp.sdpa import Context, make_context
-from ringcp.sharding import unshard, vote
+from ringcp.sharding import layout_left, unshard, vote
 from ringcp.untraced import callers_level, eager, untraced
 
 
@@ -251,25 +251,11 @@ def context_parallel_unshard(
                 f"seq_dims: expected one for each of the {len(tensors)} buffers, got {len(dims)}; give one dim a buffer"
             )
         if layout is None:
-            layout = _layout_of_shards(group.group_name, state)
+            layout = layout_around(group.group_name) or layout_left(state, None)
     except RingcpError as refusal:
         vote(state, "", 0, refusal)
         raise
     return [unshard(x, mesh, dim=dim, layout=layout) for x, dim in zip(tensors, dims, strict=True)]
-
-
-def _layout_of_shards(group_name: str, state: GroupState) -> Layout | str:
-    around: Layout | str | None = layout_around(group_name)
-    if around is not None:
-        return around
-    if state.layout_left == "head_tail":
-        return state.layout_left
-    named = state.layout_left in LAYOUT_NAMES
-    made = f'layout="{state.layout_left}"' if named else "layout=ctx.layout (ctx is what `with` gave)"
-    raise LayoutError(
-        "layout: expected one, since the last context on this mesh was not head_tail, got None; "
-        f"pass {made} for what that context made"
-    )
 
 
 def _mode_of_rotation(degree: int | None) -> str:

@@ -32,8 +32,9 @@ class PeerMemory:
         return _Reads(self._page, self._timeout, sends, recvs, where)
 
 
-# The first word of an entry, unless it is the number of the message there. The sender writes the others before that,
-# and the receiver reads them after that: the tag, the address, the number of bytes. It frees the entry.
+# The words of an entry. The sender writes the number last, and the receiver reads it first, and frees the entry.
+_NUMBER, _TAG, _ADDRESS, _LENGTH = range(4)
+# Instead of the number of a message.
 _FREE, _WRITING = 0, 1
 
 
@@ -79,11 +80,12 @@ class _Reads:
     def _show(self, parcel: Parcel) -> _Shown:
         page, words = self._page, self._page.words
         entry = self._reserved(parcel)
-        words[entry + 1], words[entry + 2], words[entry + 3] = parcel.tag, *_memory(parcel.tensor)
+        words[entry + _TAG] = parcel.tag
+        words[entry + _ADDRESS], words[entry + _LENGTH] = _memory(parcel.tensor)
         number = next(page.numbers)
         page.shown[number] = parcel.tensor
         page.fence()
-        words[entry] = number
+        words[entry + _NUMBER] = number
         return _Shown(parcel, entry, number)
 
     def _reserved(self, parcel: Parcel) -> int:
@@ -95,8 +97,8 @@ class _Reads:
         def missing() -> set[int]:
             with page.turn:
                 for entry in entries:
-                    if words[entry] == _FREE:
-                        words[entry] = _WRITING
+                    if words[entry + _NUMBER] == _FREE:
+                        words[entry + _NUMBER] = _WRITING
                         found.append(entry)
                         return set()
             self.go_on()  # the peer may wait for an entry of its own
@@ -109,7 +111,7 @@ class _Reads:
 
     def _waits(self, shown: _Shown) -> bool:
         """Whether a message has not been taken yet."""
-        if self._page.words[shown.entry] == shown.number:
+        if self._page.words[shown.entry + _NUMBER] == shown.number:
             return True
         self._page.shown.pop(shown.number, None)
         return False
@@ -121,7 +123,7 @@ class _Reads:
             entry = self._found(parcel)
             if entry is None:
                 return False
-            source, length = page.words[entry + 2], page.words[entry + 3]
+            source, length = page.words[entry + _ADDRESS], page.words[entry + _LENGTH]
             target, expected = _memory(parcel.tensor)
             if length != expected:
                 raise PeerError(
@@ -136,16 +138,16 @@ class _Reads:
             # Otherwise it may have let go of that memory meanwhile, or another process may have its number.
             if page.gone(parcel.peer):
                 raise self._error("receiving from", parcel, GONE)
-            page.words[entry] = _FREE
+            page.words[entry + _NUMBER] = _FREE
             return True
 
     def _found(self, parcel: Parcel) -> int | None:
         """The entry of a message that has been shown."""
         page, words = self._page, self._page.words
         for entry in page.entries(parcel.peer, page.rank):
-            if words[entry] not in (_FREE, _WRITING):
+            if words[entry + _NUMBER] not in (_FREE, _WRITING):
                 page.fence()
-                if words[entry + 1] == parcel.tag:
+                if words[entry + _TAG] == parcel.tag:
                     return entry
         return None
 

@@ -103,19 +103,27 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
         mesh: the 1-D or 2-D mesh over which the sequence is split.
         layout: the layout that x was sharded with: a `Layout`, or a name, for which the length is the sum of the
             local lengths; "auto" is that of the `context_parallel` around the caller on this mesh, else head-tail.
+            After the body of a context pass ``layout=context.layout``.
 
     Returns:
         The tensor in the order of the sequence. In backward each rank gets the sum over all ranks of the gradients of
         its rows.
 
     Raises:
-        LayoutError: a mesh that is not 1-D or 2-D, an unknown layout, or, on every rank, rows that do not fit it.
+        LayoutError: a mesh that is not 1-D or 2-D, an unknown layout, rows that do not fit it, or "auto" outside of
+            contexts where the last one on this mesh had another layout than head-tail; on every rank.
         AgreementError: the ranks called with different shapes, dtypes or layouts.
         PeerError: a peer died or did not come.
     """
     group = group_of(mesh)
     state = state_of(group)
-    layout = _resolved(layout, group)
+    try:
+        layout = _resolved(layout, group)
+        if layout == "auto":
+            layout = layout_left(state, layout)
+    except LayoutError as refusal:
+        vote(state, "", 0, refusal)
+        raise
     lengths = _gather_vote(
         x, state, dim, f"call=unshard; layout={layout!r}", lambda: check_layout(layout, state.world_size)
     )
@@ -187,6 +195,22 @@ def _resolved(layout: Layout | str, group: dist.ProcessGroup) -> Layout | str:
     if around is None:
         return layout
     return around.name if isinstance(around, Layout) and around.name in LAYOUT_NAMES else around
+
+
+def layout_left(state: GroupState, given: str | None) -> str:
+    """What shards are in, outside of contexts and where nobody says: head-tail.
+
+    Raises:
+        LayoutError: if the last context had another layout, since they may be of it.
+    """
+    left = state.layout_left
+    if left != "head_tail":
+        made = f'"{left}"' if left in LAYOUT_NAMES else "context.layout (what `with ... as context` gave)"
+        raise LayoutError(
+            f"layout: expected one, since the last context on this mesh was not head_tail, got {given!r}; pass "
+            f'layout={made} for shards of that context, "head_tail" for others'
+        )
+    return left
 
 
 def _sized(layout: Layout | str, seq_len: int, world_size: int) -> Layout:

@@ -120,8 +120,10 @@ def in_a_context(mesh):
         assert x.shape[2] == ctx.layout.local_len(mesh.get_local_rank())
     assert_close(whole, want)
     assert x.shape[2] == len(positions) == seq_len
-    with pytest.raises(ringcp.LayoutError, match=r"not head_tail, got None; pass layout=ctx\.layout"):
+    with pytest.raises(ringcp.LayoutError, match=r"not head_tail, got None; pass layout=context\.layout"):
         ringcp.context_parallel_unshard(mesh, [out], [2])
+    with pytest.raises(ringcp.LayoutError, match=r"not head_tail, got 'auto'; pass layout=context\.layout"):
+        ringcp.unshard(out, mesh, dim=2)
     (again,) = ringcp.context_parallel_unshard(mesh, [out], [2], layout=ctx.layout)
     assert torch.equal(again, whole)
 

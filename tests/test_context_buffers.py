@@ -411,10 +411,12 @@ def check_unshard(mesh):
         assert torch.equal(back[0], whole)
         assert torch.equal(back[1], whole[0])
         if name == "head_tail":
-            found += ringcp.context_parallel_unshard(mesh, [part], [1])
+            found += [*ringcp.context_parallel_unshard(mesh, [part], [1]), ringcp.unshard(part, mesh, dim=1)]
         else:
             with pytest.raises(ringcp.LayoutError, match=f'^layout: .* not head_tail, got None; pass layout="{name}"'):
                 ringcp.context_parallel_unshard(mesh, [part], [1])
+            with pytest.raises(ringcp.LayoutError, match=f"not head_tail, got 'auto'; pass layout=\"{name}\" for"):
+                ringcp.unshard(part, mesh, dim=1)
     other = DeviceMesh.from_group(mesh.get_group(), "cpu")
     with sharded(mesh, None, None, layout="contiguous"):  # of no length
         part = ringcp.shard(whole, other, dim=1, layout="contiguous")
