@@ -51,11 +51,17 @@ def around_kernels(device: torch.device) -> Iterator[None]:
 
 def layout_around(group_name: str) -> Any:
     """The layout of the innermost `context_parallel` around the caller on this process group, or None."""
+    found = context_around(group_name)
+    return None if found is None else found.layout
+
+
+def context_around(group_name: str) -> Any:
+    """What that context has, a `ringcp.sdpa.Context`, or None."""
     found = ambient("context")
     session = None if found is None else found.session
     while session is not None:
         if session.context.group_name == group_name:
-            return session.context.layout
+            return session.context
         session = session.outer
     return None
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcp.active import Session, active_session, is_active, sessions
 from ringcp.agreement import slopes_text
-from ringcp.ambient import layout_around
+from ringcp.ambient import context_around, layout_around
 from ringcp.checks import check_agree, check_layout, check_mode, check_save
 from ringcp.context_buffers import (
     Given,
@@ -64,8 +64,9 @@ def context_parallel(
     `nn.MultiheadAttention` (eager, ``need_weights=False``), in compiled code, and where `torch.utils.checkpoint`
     recomputes, also in a backward pass after the body. Other ways into attention raise (but for TorchScript of
     `nn.MultiheadAttention` in ``eval()``, a fast path that no hook reaches); `local_attention` leaves a
-    region alone. It holds for the thread that enters it. Contexts nest, and the innermost counts: one without buffers
-    gives some layers a mask of their own, on the shards of the outer one; no other option of the outer one holds in it.
+    region alone. It holds for the thread that enters it. Contexts nest, and the innermost counts. One without buffers
+    gives some layers a narrower mask, or other options, on the shards of the one around it on the same mesh, from which
+    it takes what it leaves out.
     In eager code each call of a torch function costs about 2 us more (CPU), since it is looked at; and from the first
     context on, the eager `F.scaled_dot_product_attention` of the process about 10 us, since its kernel asks whether it
     is in one.
@@ -124,12 +125,11 @@ def context_parallel(
     failure: Exception | None = None
     refusal: RingcpError | None = None
     try:
-        degree = degree_in(mesh, ulysses_degree)
         options = Options(
             mask=mask,
             layout=layout,
-            mode=_mode_of_rotation(degree) if mode == "auto" else mode,
-            ulysses_degree=degree,
+            mode=mode,
+            ulysses_degree=degree_in(mesh, ulysses_degree),
             gather_memory=gather_memory,
             save=save,
             softcap=softcap,
@@ -137,22 +137,28 @@ def context_parallel(
             kernel=kernel,
             agree=agree,
             timeout=timeout,
-        ).with_agree(mesh.device_type)
-        check_options(options, state.world_size)
+        )
         given = checked_buffers(buffers, buffer_seq_dims, no_restore_buffers)
-        layout = sized(layout, given, mask, state.world_size, layout_around(group.group_name))
+        outer = None if given else _context_of_shards(group.group_name, layout)
+        options = options if outer is None else options.inside(outer.options)
+        options = _with_defaults(options, mesh.device_type)
+        check_options(options, state.world_size)
+        layout = sized(layout, given, mask, state.world_size, None if outer is None else outer.layout)
+        if outer is not None:
+            _check_within(options.mask, outer)
         if mask is None:
             check_no_documents(given, layout)
-        seconds = seconds_of(timeout)
+        seconds = seconds_of(options.timeout)
         context = make_context(mesh, group.group_name, state.rank, options._replace(layout=layout))
         held = []
         if isinstance(layout, Layout):
             held = [Buffer(*each, layout_of(each, layout), group, state, seconds) for each in given]
         words = "; ".join(
             [
-                f"call=context_parallel; layout={layout!r}; mask={mask}; mode={options.mode}; ulysses_degree={degree}; "
-                f"gather_memory={gather_memory}; save={save}; softcap={softcap}; "
-                f"alibi_slopes={slopes_text(alibi_slopes)}; kernel={kernel}; agree={options.agree}",
+                f"call=context_parallel; layout={layout!r}; mask={options.mask}; mode={options.mode}; "
+                f"ulysses_degree={options.ulysses_degree}; gather_memory={options.gather_memory}; save={options.save}; "
+                f"softcap={options.softcap}; alibi_slopes={slopes_text(options.alibi_slopes)}; "
+                f"kernel={options.kernel}; agree={options.agree}",
                 f"number of buffers={len(given)}",
                 *(f"{each.name}={each}" for each in given),
                 *(numbers_text(given) if state.world_size > 1 else ()),
@@ -258,10 +264,36 @@ def context_parallel_unshard(
     return [unshard(x, mesh, dim=dim, layout=layout) for x, dim in zip(tensors, dims, strict=True)]
 
 
-def _mode_of_rotation(degree: int | None) -> str:
-    """What "auto" means here: what `set_rotate_method` has said, if it has."""
-    mode = rotate_mode() or "auto"
-    return "usp" if mode == "ring" and degree is not None else mode
+def _with_defaults(options: Options, device_type: str) -> Options:
+    """With what is not said: when to vote, and for mode "auto" what `set_rotate_method` has said, if it has."""
+    if options.mode == "auto":
+        mode = rotate_mode() or "auto"
+        options = options._replace(mode="usp" if mode == "ring" and options.ulysses_degree is not None else mode)
+    return options.with_agree(device_type)
+
+
+def _context_of_shards(group_name: str, layout: Layout | str) -> Context | None:
+    """The context on the same mesh whose shards are those of a context without buffers, of this layout."""
+    outer: Context | None = context_around(group_name)
+    if outer is None:
+        return None
+    named = outer.layout.name if isinstance(outer.layout, Layout) else outer.layout
+    return outer if layout in ("auto", outer.layout, named) else None
+
+
+def _check_within(mask: Mask | None, outer: Context) -> None:
+    """Whether a mask for some layers should leave the one around them out, nobody can tell: it must not matter."""
+    if mask is None or outer.mask is None:
+        return
+    if isinstance(outer.layout, Layout):
+        seq_len = outer.layout.rest.seq_len
+    else:  # nothing has said how long the sequence is: one in which each number of the masks shows
+        seq_len = 2 + 2 * int(max(mask.spec.max(), outer.mask.spec.max()))
+    if not mask.within(outer.mask, seq_len):
+        raise ArgumentError(
+            f"mask: expected one that allows no more than {outer.mask}, the mask of the context around, got {mask}; "
+            "combine them with &, or give the outer context no mask"
+        )
 
 
 def check_options(options: Options, world_size: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringcp.band import Band, Range
+from ringcp.band import Band, Range, count
 from ringcp.errors import ArgumentError
 from ringcp.integers import is_int
 from ringcp.layout import Span
@@ -46,7 +46,7 @@ class Pieces(Hashable, Protocol):
 
 
 class Mask:
-    """Which query positions attend to which key positions. Make one with `Full`, `Causal`, `Window`, ``&``, ``|``.
+    """Which query positions attend to which key positions. Make one with `Causal`, `Documents` and so on, ``&``, ``|``.
 
     Attributes:
         spec: int64 CPU tensor that encodes the mask; all that traced code touches.
@@ -110,6 +110,17 @@ class Mask:
         else:
             one_by_one = [(0, j, q_span, Span(p, p + 1)) for j, p in enumerate(range(*k_span))]
         return [band.shift(i, j) for i, j, q, k in one_by_one for band in self.pieces(q, k, row)]
+
+    def within(self, other: Mask, seq_len: int) -> bool:
+        """Whether it allows no pair that `other` forbids, in sequences of this length. Functions count as the same if
+        they are the same object.
+
+        Raises:
+            ArgumentError: if both have masks for each batch row, of different numbers.
+        """
+        if other.explicit and not (other.conjunction and set(other.conjunction) <= set(self.conjunction)):
+            return self == other
+        return _within(self.superset, other.superset, seq_len)
 
     def problem(self, batch: int | None, seq_len: int, *, q_heads: int | None = None, kv_len: int | None = None) -> str:
         """Why the mask does not fit a batch of sequences of this length; empty if it does.
@@ -334,6 +345,16 @@ def _conjunction(node: Node) -> tuple[MaskMod, ...]:
         sides = [_conjunction(side) for side in (node.a, node.b) if side.mods]
         return tuple(mod for side in sides for mod in side) if all(sides) else ()
     return node.mods if isinstance(node, (PredicateNode, BlockMaskNode)) else ()
+
+
+@lru_cache(maxsize=256)
+def _within(mask: Mask, other: Mask, seq_len: int) -> bool:
+    both, whole = mask & other, Span(0, seq_len)
+
+    def num_pairs(of: Mask, row: int) -> int:
+        return sum(map(count, of.pieces(whole, whole, row)))
+
+    return all(num_pairs(both, row) == num_pairs(mask, row) for row in range(both.rows or 1))
 
 
 def uncalled(value: object) -> str:

@@ -59,6 +59,13 @@ class Options(NamedTuple):
         """With when the ranks vote, if that is not said: before each call, but on CUDA once a context."""
         return self if self.agree is not None else self._replace(agree="context" if device_type == "cuda" else "call")
 
+    def inside(self, outer: Options) -> Options:
+        """With what those of a context around this one say, where these say nothing."""
+        # A degree, and memory for a gather, are of the mode beside which they are said.
+        names = ["mask", "save", "softcap", "alibi_slopes", "kernel", "agree", "timeout"]
+        names += ["mode", "ulysses_degree", "gather_memory"] if self.mode == "auto" else []
+        return self._replace(**{name: getattr(outer, name) for name in names if getattr(self, name) in (None, "auto")})
+
     @property
     def joint(self) -> bool:
         """Whether some tokens are on every rank."""

@@ -120,7 +120,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
     try:
         layout = _resolved(layout, group)
         if layout == "auto":
-            layout = layout_left(state, layout)
+            layout = layout_left(state, "auto")
     except LayoutError as refusal:
         vote(state, "", 0, refusal)
         raise

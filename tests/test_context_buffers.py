@@ -359,7 +359,8 @@ def check_another_mask(mesh, seq_len):
     upstream = random(*expected.shape, seed=3)
     expected.backward(upstream)
     documents = ringcp.Documents([seq_len // 3, seq_len - seq_len // 3]) & ringcp.Causal()
-    for options in ({}, {"mask": documents}, {"layout": "striped"}, {"layout": "contiguous"}):
+    balanced = ringcp.Balanced(seq_len, mesh.size(), documents)
+    for options in ({}, {"layout": balanced}, {"layout": "striped"}, {"layout": "contiguous"}):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         with ringcp.context_parallel(mesh, buffers=leaves, buffer_seq_dims=[2] * 3, **options) as outer:
             with ringcp.context_parallel(mesh, mask=window) as inner:

@@ -139,6 +139,14 @@ def test_dense_is_the_mask_written_out(case, qk):
     assert dense.tolist() == ([[each] for each in written] if case.mask.rows else written[0])
 
 
+@given(trees, trees, st.integers(0, 20))
+def test_within_is_whether_a_mask_allows_no_more_than_another(a, b, seq_len):
+    pairs = [(q, k, row) for q in range(seq_len) for k in range(seq_len) for row in range(ROWS)]
+    assert a.mask.within(b.mask, seq_len) == all(b.allows(*pair) for pair in pairs if a.allows(*pair))
+    assert (a.mask & b.mask).within(a.mask, seq_len)
+    assert a.mask.within(b.mask | a.mask, seq_len)
+
+
 @given(endless, st.integers(0, 40), st.integers(1, 4))
 @settings(max_examples=100)
 def test_the_number_of_pieces_does_not_grow_with_the_area(case, start, step):
