@@ -8,9 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringcp
 
-mesh = init_device_mesh("cpu", (2,))  # "cuda" on GPUs
+device = "cpu"  # "cuda" on GPUs
+mesh = init_device_mesh(device, (2,))
 torch.manual_seed(0)  # every rank makes the same whole sequence, and keeps its share
-q, k, v = (ringcp.shard(torch.randn(1, 8, 1001, 64), mesh, dim=2).requires_grad_() for _ in range(3))
+whole = torch.randn(3, 1, 8, 1001, 64, device=device)
+q, k, v = (ringcp.shard(x, mesh, dim=2).requires_grad_() for x in whole)
 
 out = ringcp.attention(q, k, v, mesh=mesh, mask=ringcp.Causal())  # (1, 8, local tokens, 64)
 out.square().sum().backward()  # q.grad, k.grad, v.grad: as if one process had done it all

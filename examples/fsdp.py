@@ -32,7 +32,7 @@ num_label_tokens = (all_labels != IGNORED).sum()  # in a training loop, an all_r
 all_positions = torch.arange(1001, device=device)[None]
 
 for part in (*model.blocks, model):
-    fully_shard(part)  # over all ranks; beside tensor parallelism, over "dp" and "cp" flattened into one dim
+    fully_shard(part)  # over all ranks
 row = mesh["dp"].get_local_rank()  # ranks of one mesh["cp"] have the same sequence
 ids, labels, positions = all_ids[[row]], all_labels[[row]], all_positions.clone()
 with ringcp.context_parallel(mesh["cp"], buffers=[ids, labels, positions], buffer_seq_dims=[1, 1, 1]):

@@ -29,12 +29,13 @@ class Attention(nn.Module):
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
-mesh = init_device_mesh("cpu", (2,))  # "cuda" on GPUs
+device = "cpu"  # "cuda" on GPUs
+mesh = init_device_mesh(device, (2,))
 torch.manual_seed(0)  # every rank makes the same model and sequence
-block = Attention()
+block = Attention().to(device)
 parallelize_module(block, mesh, {"attend": ringcp.ContextParallel(mask=ringcp.Documents([400, 601]))})
 
-x = ringcp.shard(torch.randn(1, 1001, 64), mesh, dim=1)
+x = ringcp.shard(torch.randn(1, 1001, 64, device=device), mesh, dim=1)
 out = block(x)  # (1, local tokens, 64)
 print(ringcp.unshard(out, mesh, dim=1).shape)  # torch.Size([1, 1001, 64])
 torch.distributed.destroy_process_group()

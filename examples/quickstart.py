@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringcp
 
-mesh = init_device_mesh("cpu", (2,))  # "cuda" on GPUs
+device = "cpu"  # "cuda" on GPUs
+mesh = init_device_mesh(device, (2,))
 torch.manual_seed(0)  # every rank makes the same whole sequence
-q, k, v = (torch.randn(1, 8, 1001, 64, requires_grad=True) for _ in range(3))
+q, k, v = (torch.randn(1, 8, 1001, 64, device=device, requires_grad=True) for _ in range(3))
 
 with ringcp.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (1, 8, this rank's tokens, 64)

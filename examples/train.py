@@ -153,7 +153,10 @@ def main(argv: Sequence[str]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-            raise SystemExit("train.py: expected a GPU for each rank; run fewer ranks, or hide the GPUs to use the CPU")
+            raise SystemExit(
+                f"train.py: expected a GPU for each rank, got {torch.cuda.device_count()} GPUs for "
+                f"{os.environ['LOCAL_WORLD_SIZE']} ranks; run fewer ranks, or hide the GPUs to use the CPU"
+            )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("cp",))
     try:

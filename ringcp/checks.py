@@ -64,7 +64,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, cross: bool) -> None:
         )
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "CUDA graphs: the vote is on the host, got a call under capture; capture around attention only"
+            "CUDA graphs: expected a call outside of capture, since the ranks vote on the host, got one under it; "
+            "leave attention out of what is captured"
         )
     if 0 in (q.shape[3], v.shape[3]):
         raise ArgumentError(f"q, k, v: expected head dims of at least 1 in dim 3, got {shapes()}; give each head a dim")

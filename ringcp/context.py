@@ -98,12 +98,14 @@ def context_parallel(
             ``attn_mask`` of a call, bool or added to the scores, holds beside it. Its last two dims are (1, this rank's
             keys), as of a padding mask that is a buffer, or (this rank's rows or 1, all keys in their order); others
             raise, but for a rank alone. A row that sees no key, or only numbers beside which no score shows
-            (``torch.finfo(dtype).min``), is 0. Such a call always votes; kernels: "sdpa_flash_cpu" and "reference".
+            (``torch.finfo(dtype).min``), is 0. Such a call always votes; kernels: "sdpa_flash_cpu", on a GPU
+            "sdpa_efficient", and "reference".
         softcap, alibi_slopes: as in `ringcp.attention`, in every call of the body.
         kernel: as in `ringcp.attention`. A call with ``dropout_p`` above 0 raises unless it is "reference", the one
             kernel with dropout; which weights a call drops depends on the seed and not on the number of ranks.
         agree: "call" (default on CPU): the ranks vote before every attention call, or "context" (default on CUDA): once
-            on entry, and in calls only if nothing says how long the sequence is. See `ringcp.attention`.
+            on entry, and in calls only if nothing says how long the sequence is, or if they drop or have an
+            ``attn_mask``. See `ringcp.attention`.
         timeout: seconds (or a `timedelta`) to wait for peers; None is the process group's own timeout.
 
     Yields:

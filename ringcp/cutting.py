@@ -66,7 +66,9 @@ def cut(band: Band, caps: Caps, strips: Strips) -> Iterator[Band]:
     """Disjoint parts of a band, each of which is one launch."""
     if not takes(band, caps):
         wanted = "windows" if band.cuts_high else "causal masks"
-        raise UnsupportedError(f"kernel: expected one that takes {wanted}, got caps {caps} for {band}")
+        raise UnsupportedError(
+            f'kernel: expected one that takes {wanted}, got one that takes {caps}, for {band}; pass kernel="auto"'
+        )
     if band.is_full or caps.band == "any":
         yield band
     elif band.cuts_high or caps.causal == "none":

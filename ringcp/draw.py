@@ -87,7 +87,7 @@ def figure(traced: Trace, wire: Wire | None = None) -> Figure:
     except ImportError as error:
         raise UnsupportedError(
             "matplotlib: expected it installed to draw, got no such module; "
-            "pip install 'ringcp[plot]', or use ringcp.draw.text"
+            "pip install matplotlib, or use ringcp.draw.text"
         ) from error
     return _Page(traced, wire or Wire(), Figure).fig
 

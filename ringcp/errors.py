@@ -8,7 +8,8 @@
     ├── AgreementError (RuntimeError)         the ranks of a group called with different arguments
     └── PeerError (RuntimeError)              a peer died, or did not come in time
 
-Every message names the argument, what was expected, what came, and the fix.
+A message about an argument says what was expected, what came, and the fix; one about a peer, which it was and where
+it did not come.
 """
 
 

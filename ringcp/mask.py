@@ -263,7 +263,7 @@ def Padding(lengths: Sequence[int] | Tensor, *, side: str = "right", seq_len: in
     if any(isinstance(value, list) for value in given):
         raise ArgumentError(
             "lengths: expected one number of tokens for each batch row, got lists; of an attention mask, pass "
-            "mask.sum(-1)"
+            'mask.sum(-1), and where the padding is on the left side="left", seq_len=mask.shape[-1]'
         )
     valid = counts("lengths", given)
     if side not in ("right", "left"):

@@ -255,7 +255,8 @@ _ELSEWHERE = {
     "s_aux": "pass sinks=",
     "attn_mask": "pass mask= a ringcp mask, such as ringcp.Predicate(...); a tensor goes to SDPA in a context_parallel",
     "enable_gqa": "leave it out: the head counts say it",
-    "attention_mask": "pass mask= a ringcp mask, such as ringcp.Padding(attention_mask.sum(-1))",
+    "attention_mask": "pass mask= a ringcp mask: ringcp.Padding(attention_mask.sum(-1)), where the padding is on "
+    'the left with side="left", seq_len=attention_mask.shape[-1]',
     "key_padding_mask": "pass mask= a ringcp mask, such as ringcp.Padding(lengths)",
     "position_ids": "if they start anew in each document, pass mask=ringcp.Documents(position_ids=...)",
     "cu_seqlens": "pass mask=ringcp.Documents(cu_seqlens=...), or call ringcp.attention_varlen",

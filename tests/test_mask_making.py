@@ -118,7 +118,8 @@ REFUSED = {
     "padding of nothing": (lambda: Padding(None), "lengths: " + ITEMS.format("NoneType")),
     "padding matrix": (
         lambda: Padding([[4], [5]]),
-        "lengths: expected one number of tokens for each batch row, got lists; of an attention mask, pass mask.sum(-1)",
+        "lengths: expected one number of tokens for each batch row, got lists; of an attention mask, pass "
+        'mask.sum(-1), and where the padding is on the left side="left", seq_len=mask.shape[-1]',
     ),
     "side": (
         lambda: Padding([4], side="top"),
