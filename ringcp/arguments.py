@@ -86,6 +86,7 @@ class Facts(NamedTuple):
 
     kernel, mode, reading: codes, the last of how attn_mask is read. seed: of dropout, the one that rank 0 drew.
     keeps: whether an exchange has kept what it brought. by_memory: whether messages are copied from memory.
+    lse_grad: whether the lse may have a gradient, on any rank.
     """
 
     seq_len: int
@@ -99,6 +100,7 @@ class Facts(NamedTuple):
     keeps: bool
     reading: int
     by_memory: bool
+    lse_grad: bool
 
 
 class Result(NamedTuple):

@@ -21,6 +21,7 @@ from ringcp.checks import (
     check_lengths,
     check_mask,
     check_mode,
+    check_no_capture,
     check_save,
     check_tensors,
     default_scale,
@@ -33,6 +34,7 @@ from ringcp.kernels.base import Kernel, problem_of
 from ringcp.kernels.registry import choose, kernel_at, kernel_index
 from ringcp.layout import UNSIZED, Layout, decode_layout
 from ringcp.mask import Mask, decode_mask
+from ringcp.merge import accumulator_dtype
 from ringcp.modes import MODES, Choice, resolve_mode
 from ringcp.runs import Run, make_run, sizes_of
 from ringcp.schedule import Heads
@@ -107,6 +109,7 @@ def attend(a: Arguments) -> tuple[Result | None, Facts]:
             used.ulysses_degree > 1 and a.needs_grad and all(each.keep for each in told),
             reading,
             state.reads(a.q.device),
+            a.needs_lse_grad,
         )
         if 0 in (a.q.shape[0], a.q.shape[1]):
             return None, facts
@@ -121,6 +124,7 @@ def differentiate(a: BackwardArguments) -> tuple[Tensor, Tensor, Tensor] | None:
     group, state = members(a.group_name)
     state.check_usable()
     q, k, v = a.inputs
+    check_no_capture(q)
     if 0 in (q.shape[0], q.shape[1]):
         return None
     facts = Facts(*a.facts.tolist())
@@ -130,7 +134,10 @@ def differentiate(a: BackwardArguments) -> tuple[Tensor, Tensor, Tensor] | None:
     with running(state, group, q):
         run = _run(a, (q, k, v), facts, layouts, _decoded(a.mask_spec), transport, state, "backward")
         kept = a.kept if facts.keeps else None
-        dq, dk, dv = drive(run.backward(a.dout, a.dlse, q, k, v, a.out, a.lse, kept))
+        dlse = a.dlse
+        if dlse is None and facts.lse_grad and facts.degree > 1:  # that of other ranks travels with dout
+            dlse = q.new_zeros(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+        dq, dk, dv = drive(run.backward(a.dout, dlse, q, k, v, a.out, a.lse, kept))
     return dq, dk, dv
 
 

@@ -62,13 +62,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, cross: bool) -> None:
             f"q, k, v: expected equal local lengths in dim 2, got {shapes()}; shard all three with one layout, or pass "
             "that of k and v, which are another sequence, as kv_layout= (a KV cache is not supported)"
         )
+    check_no_capture(q)
+    if 0 in (q.shape[3], v.shape[3]):
+        raise ArgumentError(f"q, k, v: expected head dims of at least 1 in dim 3, got {shapes()}; give each head a dim")
+
+
+def check_no_capture(q: Tensor) -> None:
+    """Raises UnsupportedError where a CUDA graph is captured: what the host decides would be that of the capture."""
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "CUDA graphs: expected a call outside of capture, since the ranks vote on the host, got one under it; "
             "leave attention out of what is captured"
         )
-    if 0 in (q.shape[3], v.shape[3]):
-        raise ArgumentError(f"q, k, v: expected head dims of at least 1 in dim 3, got {shapes()}; give each head a dim")
 
 
 def check_group(q: Tensor, group: dist.ProcessGroup | None) -> None:

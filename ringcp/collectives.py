@@ -17,15 +17,22 @@ from ringcp.groups import GroupState, transport_of
 from ringcp.merge import accumulator_dtype
 from ringcp.transport import Parcel
 
-_TAG = (1 << 30) + 2  # apart from those of `executor.tag_of` and of votes
+_TAG = 3 << 29  # apart from those of `executor.tag_of` and of votes
 
 
 def gather(
-    x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int, timeout: float | None = None
+    x: Tensor,
+    group: dist.ProcessGroup,
+    state: GroupState,
+    lengths: list[int],
+    dim: int,
+    timeout: float | None = None,
+    call: int = 0,
 ) -> list[Tensor]:
     """Every rank's rows of `dim`, by rank.
 
-    timeout: seconds to wait on CPUs; None for the group's own.
+    timeout: seconds to wait on CPUs; None for the group's own. call: the number of the call that this is of, if ranks
+        could come to different ones at once; then their messages do not meet on CPUs.
     """
     rows = x.movedim(dim, 0)
     if not x.is_cuda:
@@ -34,7 +41,7 @@ def gather(
             sent if rank == state.rank else rows.new_empty((length, *rows.shape[1:]))
             for rank, length in enumerate(lengths)
         ]
-        _swap(group, state, "all-gather", [sent] * state.world_size, parts, timeout)
+        _swap(group, state, "all-gather", [sent] * state.world_size, parts, timeout, call)
         return [part.movedim(0, dim) for part in parts]
     # Parts of different lengths travel padded to the longest one, as bytes.
     sent = rows.new_zeros((max(lengths), *rows.shape[1:]))
@@ -55,6 +62,7 @@ def reduce(
     lengths: list[int],
     dim: int,
     timeout: float | None = None,
+    call: int = 0,
 ) -> Tensor:
     """Part r of all ranks, summed on rank r in the accumulator's dtype and in rank order, whatever the backend."""
     rows = [part.movedim(dim, 0) for part in parts]
@@ -62,7 +70,7 @@ def reduce(
     if not own.is_cuda:
         leaving = [part.contiguous() for part in rows]
         coming = [leaving[rank] if rank == state.rank else own.new_empty(own.shape) for rank in range(state.world_size)]
-        _swap(group, state, "all-to-all", leaving, coming, timeout)
+        _swap(group, state, "all-to-all", leaving, coming, timeout, call)
     else:
         sent = own.new_zeros((state.world_size, max(lengths), *own.shape[1:]))
         for rank, part in enumerate(rows):
@@ -85,14 +93,16 @@ def _swap(
     leaving: Sequence[Tensor],
     coming: Sequence[Tensor],
     timeout: float | None,
+    call: int,
 ) -> None:
     """Send the tensor of each other rank, and receive into the tensor of each."""
 
     def parcels(tensors: Sequence[Tensor]) -> list[Parcel]:
         others = [(rank, x) for rank, x in enumerate(tensors) if rank != state.rank and x.numel()]
-        return [Parcel(x.view(-1).view(torch.uint8), rank, _TAG, "rows") for rank, x in others]
+        return [Parcel(x.view(-1).view(torch.uint8), rank, tag, "rows") for rank, x in others]
 
     state.check_usable()
+    tag = _TAG | call % (1 << 17) << 12
     sends, recvs = parcels(leaving), parcels(coming)
     if not sends and not recvs:
         return

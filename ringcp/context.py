@@ -160,7 +160,7 @@ def context_parallel(
                 f"call=context_parallel; layout={layout!r}; mask={options.mask}; mode={options.mode}; "
                 f"ulysses_degree={options.ulysses_degree}; gather_memory={options.gather_memory}; save={options.save}; "
                 f"softcap={options.softcap}; alibi_slopes={slopes_text(options.alibi_slopes)}; "
-                f"kernel={options.kernel}; agree={options.agree}",
+                f"kernel={options.kernel}; agree={options.agree}; ranks a node={state.ranks_per_node}",
                 f"number of buffers={len(given)}",
                 *(f"{each.name}={each}" for each in given),
                 *(numbers_text(given) if state.world_size > 1 else ()),
@@ -290,7 +290,7 @@ def _check_within(mask: Mask | None, outer: Context) -> None:
     if isinstance(outer.layout, Layout):
         seq_len = outer.layout.rest.seq_len
     else:  # nothing has said how long the sequence is: one in which each number of the masks shows
-        seq_len = 2 + 2 * int(max(mask.spec.max(), outer.mask.spec.max()))
+        seq_len = 2 + 2 * max(int(each.superset.spec.max()) for each in (mask, outer.mask))
     if not mask.within(outer.mask, seq_len):
         raise ArgumentError(
             f"mask: expected one that allows no more than {outer.mask}, the mask of the context around, got {mask}; "

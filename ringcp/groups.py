@@ -84,17 +84,42 @@ def _resolved(name: str) -> dist.ProcessGroup:
 
 
 def _grid_group(ring_group: dist.ProcessGroup, state: GroupState, exchange_name: str) -> dist.ProcessGroup:
-    """A group of all ranks of a grid, those of one exchange behind one another, made by these ranks alone."""
-    row = array("q", dist.get_process_group_ranks(_resolved(exchange_name))).tobytes()
+    """A group of all ranks of a grid, those of one exchange behind one another, made by these ranks alone.
+
+    Raises:
+        LayoutError: on every rank, if that is not the order of their numbers, which torch gives to a group.
+    """
+    exchange_group = _resolved(exchange_name)
+    most_of_row = max(n for (n,) in _told(state_of(exchange_group), [_num_groups()]))
+    told = _told(state, [most_of_row, *dist.get_process_group_ranks(exchange_group)])
+    rows = [row for _, *row in told]
+    ranks = [rank for row in rows for rank in row]
+    if ranks != sorted(ranks):
+        raise LayoutError(
+            f"mesh: expected ranks in ascending order, row by row, as torch numbers a group, got {rows}; make it "
+            "with torch.distributed.device_mesh.init_device_mesh"
+        )
+    # torch names such a group by the number of groups that a rank is in; with another name it would wait for ever.
+    for _ in range(max(most for most, *_ in told) - _num_groups()):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="ringcp_alone")
+    timeout = _timeout_of(ring_group)
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="ringcp_grid")
+
+
+def _num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def _told(state: GroupState, numbers: list[int]) -> list[list[int]]:
+    """The numbers of each rank."""
     state.check_usable()
+    message = array("q", numbers).tobytes()
     try:
-        rows = [row] if state.channel is None else state.channel.exchange(row, _GRID_TAG, None)
+        messages = [message] if state.channel is None else state.channel.exchange(message, _GRID_TAG, None)
     except BaseException as error:
         state.break_off(error)
         raise
-    ranks = list(array("q", b"".join(rows)))
-    timeout = _timeout_of(ring_group)
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="ringcp_grid")
+    return [list(array("q", each)) for each in messages]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -128,7 +128,7 @@ class Plan:
     backward: Pass
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)  # packed documents are others in each batch, and long
 def plan(
     layout: Placing,
     mask: Pieces,

@@ -118,8 +118,10 @@ class Mask:
         Raises:
             ArgumentError: if both have masks for each batch row, of different numbers.
         """
+        if set(_parts(other._node)) <= set(_parts(self._node)):  # needs no look at the pairs, of which there are many
+            return True
         if other.explicit and not (other.conjunction and set(other.conjunction) <= set(self.conjunction)):
-            return self == other
+            return False
         return _within(self.superset, other.superset, seq_len)
 
     def problem(self, batch: int | None, seq_len: int, *, q_heads: int | None = None, kv_len: int | None = None) -> str:
@@ -347,7 +349,12 @@ def _conjunction(node: Node) -> tuple[MaskMod, ...]:
     return node.mods if isinstance(node, (PredicateNode, BlockMaskNode)) else ()
 
 
-@lru_cache(maxsize=256)
+def _parts(node: Node) -> list[Node]:
+    """Nodes that all have to allow a pair."""
+    return [*_parts(node.a), *_parts(node.b)] if isinstance(node, AndNode) else [node]
+
+
+@lru_cache(maxsize=64)
 def _within(mask: Mask, other: Mask, seq_len: int) -> bool:
     both, whole = mask & other, Span(0, seq_len)
 

@@ -193,7 +193,9 @@ def _registered(function: Any, fake: Any, recorded: type[torch.autograd.Function
     wrappers take their time too: up to 0.3 ms a call.
     """
     name = function.__name__
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+    # In a CUDA graph the host's part would not run again.
+    tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
     op = getattr(torch.ops.ringcp, name).default
 
     @skip_alone

@@ -31,7 +31,7 @@ __all__ = ["Heads", "Message", "Schedule", "Step", "Tile", "build"]
 _Steps = tuple[tuple[Step, ...], tuple[Step, ...]]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def build(
     layout: Placing,
     mask: Pieces,

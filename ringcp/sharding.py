@@ -85,12 +85,12 @@ def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto
     needs_grad = isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
     if needs_grad and state.world_size > 1:
         words = "" if refusal is not None else f"call=shard; x={tuple(x.shape)} {x.dtype}; dim={dim}; layout={lay!r}"
-        vote(state, words, 0, refusal)
+        call, _ = _voted(state, words, 0, refusal)
     if refusal is not None:
         raise refusal
     assert lay is not None
     if needs_grad and state.world_size > 1:
-        return _Shard.apply(x, group, state, lay, dim % x.ndim)
+        return _Shard.apply(x, group, state, lay, dim % x.ndim, call)
     return lay.shard(x, state.rank, dim)
 
 
@@ -124,7 +124,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
     except LayoutError as refusal:
         vote(state, "", 0, refusal)
         raise
-    lengths = _gather_vote(
+    call, lengths = _gather_vote(
         x, state, dim, f"call=unshard; layout={layout!r}", lambda: check_layout(layout, state.world_size)
     )
     lay = _sized(layout, sum(lengths), state.world_size)
@@ -134,7 +134,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "au
             f"x: expected local lengths in dim {dim} that {lay!r} gives, {[lay.local_len(r) for r in wrong]} "
             f"on ranks {list(wrong)}, got {list(wrong.values())}; pass the layout that the shards were made with"
         )
-    return lay.unshard(_gathered(x, group, state, lengths, dim), dim)
+    return lay.unshard(_gathered(x, group, state, lengths, dim, call), dim)
 
 
 @eager
@@ -150,12 +150,16 @@ def all_gather(x: Tensor, mesh: DeviceMesh, *, dim: int) -> Tensor:
     """
     group = group_of(mesh)
     state = state_of(group)
-    lengths = _gather_vote(x, state, dim, "call=all_gather", lambda: None)
-    return torch.cat(_gathered(x, group, state, lengths, dim), dim)
+    call, lengths = _gather_vote(x, state, dim, "call=all_gather", lambda: None)
+    return torch.cat(_gathered(x, group, state, lengths, dim, call), dim)
 
 
-def _gather_vote(x: Tensor, state: GroupState, dim: int, words: str, check: Callable[[], None]) -> list[int]:
-    """Every rank's length in `dim`. words: what of the call, beside x, is the same on every rank."""
+def _gather_vote(
+    x: Tensor, state: GroupState, dim: int, words: str, check: Callable[[], None]
+) -> tuple[int, list[int]]:
+    """The number of the call, and every rank's length in `dim`. words: what of the call, beside x, is the same on every
+    rank.
+    """
     refusal: RingcpError | None = None
     try:
         _check_dim(x, dim)
@@ -163,21 +167,29 @@ def _gather_vote(x: Tensor, state: GroupState, dim: int, words: str, check: Call
     except RingcpError as error:
         refusal = error
     if refusal is not None:
-        return vote(state, "", 0, refusal)
+        return _voted(state, "", 0, refusal)
     rest = [n for i, n in enumerate(x.shape) if i != dim % x.ndim]
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     words = f"{words}; x={rest} beside dim {dim % x.ndim}; dtype={x.dtype}; requires_grad={needs_grad}"
-    return vote(state, words, x.shape[dim], None)
+    return _voted(state, words, x.shape[dim], None)
 
 
 def vote(
     state: GroupState, words: str, number: int, refusal: RingcpError | None, timeout: float | None = None
 ) -> list[int]:
     """One vote of its own, for a call that is no attention: every rank's number. See `ringcp.agreement.agree`."""
+    return _voted(state, words, number, refusal, timeout)[1]
+
+
+def _voted(
+    state: GroupState, words: str, number: int, refusal: RingcpError | None, timeout: float | None = None
+) -> tuple[int, list[int]]:
+    """And the number of the call."""
     with state.turn:
         state.check_usable()
-        said = agree(state, state.next_call(), words, Told(number, 0), refusal, timeout)
-        return [told.q for told in said]
+        call = state.next_call()
+        said = agree(state, call, words, Told(number, 0), refusal, timeout)
+        return call, [told.q for told in said]
 
 
 def _check_dim(x: Tensor, dim: int) -> None:
@@ -219,11 +231,11 @@ def _sized(layout: Layout | str, seq_len: int, world_size: int) -> Layout:
 
 
 def _gathered(
-    x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int
+    x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int, call: int
 ) -> tuple[Tensor, ...]:
     if state.world_size == 1:
         return (x,)
-    return _Gather.apply(x, group, state, lengths, dim % x.ndim)
+    return _Gather.apply(x, group, state, lengths, dim % x.ndim, call)
 
 
 class _Gather(torch.autograd.Function):
@@ -231,34 +243,38 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, state: GroupState, lengths: list[int], dim: int, call: int
     ) -> tuple[Tensor, ...]:
-        ctx.options = group, state, lengths, dim
-        return tuple(gather(x, group, state, lengths, dim))
+        ctx.options = group, state, lengths, dim, None, call
+        return tuple(gather(x, *ctx.options))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_create_graph("unshard or all_gather")
-        return reduce(grads, *ctx.options), None, None, None, None
+        return reduce(grads, *ctx.options), None, None, None, None, None
 
 
 class _Shard(torch.autograd.Function):
     """The rank's rows; backward gathers the gradients of all rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, state: GroupState, layout: Layout, dim: int) -> Tensor:
-        ctx.options = group, state, layout, dim
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, state: GroupState, layout: Layout, dim: int, call: int
+    ) -> Tensor:
+        ctx.options = group, state, layout, dim, call
         return layout.shard(x, state.rank, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_create_graph("shard")
-        return gather_gradient(grad, *ctx.options), None, None, None, None
+        return gather_gradient(grad, *ctx.options), None, None, None, None, None
 
 
-def gather_gradient(x: Tensor, group: dist.ProcessGroup, state: GroupState, layout: Layout, dim: int) -> Tensor:
+def gather_gradient(
+    x: Tensor, group: dist.ProcessGroup, state: GroupState, layout: Layout, dim: int, call: int = 0
+) -> Tensor:
     """The whole gradient, of whose rows each rank holds its own, without a vote: callers' ranks have agreed before."""
     if state.world_size == 1:
         return x
     lengths = [layout.local_len(rank) for rank in range(layout.world_size)]
-    return layout.whole_gradient(gather(x, group, state, lengths, dim), dim)
+    return layout.whole_gradient(gather(x, group, state, lengths, dim, call=call), dim)

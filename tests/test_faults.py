@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from calls import attend, check_exact, make_call, new_mesh
 from test_agreement import MISMATCHES
@@ -320,3 +321,24 @@ def wait_for(mesh, timeout, group_timeout, words):
 )
 def test_how_long_a_peer_is_waited_for(worlds, timeout, group_timeout, words):
     worlds(2).run(wait_for, timeout, group_timeout, words)
+
+
+def gathers_in_another_order(mesh, name):
+    with breakable(mesh, timeout=timedelta(seconds=1)) as group:
+        size = group.size()
+        function = {
+            "all_gather": lambda x: ringcp.all_gather(x, group, dim=0),
+            "unshard": lambda x: ringcp.unshard(x, group, dim=0),
+            "shard": lambda x: ringcp.shard(x, group, dim=0),
+        }[name]
+        leaves = [torch.zeros(2 * size, requires_grad=True) for _ in range(2)]
+        losses = [function(x).sum() for x in leaves]
+        order = losses if mesh.get_local_rank() == 0 else losses[::-1]
+        peer_error(lambda: order[0].backward(), group, r"all-(gather|to-all): (receiving from|sending to) rank \d")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["all_gather", "unshard", "shard"])
+def test_backward_of_gathers_in_another_order_never_mixes(worlds, size, name):
+    """Those of two calls are of one size, and the sums of both would be of one call each on either rank."""
+    worlds(size).run(gathers_in_another_order, name)

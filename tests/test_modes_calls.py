@@ -52,6 +52,33 @@ def test_exact_with_and_without_a_vote(worlds, way):
     worlds(4).run(exact, way)
 
 
+def gradients_on_some_ranks(mesh, way, through):
+    """One rank's loss uses the lse, or out, or nothing, where those of others use both."""
+    call, whole, layout = make_call(mesh, 13, requires_grad=True)
+    leaves = [x.detach().requires_grad_() for x in whole]
+    whole_out, whole_lse = reference_attention(*leaves, mask=ringcp.Causal())
+    uses = [("out", "lse")] * (mesh.size() - 1) + [through]
+    of_rank = [(layout.shard(whole_out, r, 2), layout.shard(whole_lse, r, 2)) for r in range(mesh.size())]
+
+    def loss_of(out, lse, names):
+        return sum((x.square().sum() for name, x in (("out", out), ("lse", lse)) if name in names), out.new_zeros(()))
+
+    wanted = torch.autograd.grad(sum(loss_of(*x, names) for x, names in zip(of_rank, uses, strict=True)), leaves)
+    rank = dist.get_rank()
+    out, lse = attend({**call, **ways(mesh)[way], "return_lse": True})
+    loss = loss_of(out, lse, uses[rank]) + (0 * out.sum() if not through else 0)  # every rank runs backward
+    got = torch.autograd.grad(loss, [call[name] for name in "qkv"])
+    for name, x, want in zip(NAMES[1:], got, wanted, strict=True):
+        assert_close(x, layout.shard(want, rank, 2), name=f"{name} of {way}, {through or 'nothing'}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("through", [("out",), ("lse",), ()])
+def test_which_results_have_a_gradient_may_differ_from_rank_to_rank(worlds, world_size, through):
+    for way in ["ring", "gather", "ulysses"] if world_size < 4 else ALL:
+        worlds(world_size).run(gradients_on_some_ranks, way, through)
+
+
 def odd_backwards(mesh, way):
     """Twice, on another thread, after other calls: each is this call's."""
     call, upstream, expected = subject(mesh)

@@ -150,3 +150,31 @@ def test_the_exchange_is_the_last_axis(worlds):
         assert_none([found for found, *_ in by_rank])
         assert [number for _, number, _ in by_rank] == numbers
         assert all((sent > 0) == (sizes[2] > 1) for *_, sent in by_rank), sizes
+
+
+def grid_beside_a_group_of_one(mesh):
+    """torch names a group by how many the rank is in, and rank 0 is in one more."""
+    one = dist.new_group([0])
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "sp"))
+    found = check_cases(both, TWO_AXES[:2])
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(one)
+    return found
+
+
+def test_ranks_of_a_grid_may_be_in_different_numbers_of_groups(worlds):
+    assert_none(worlds(4).run(grid_beside_a_group_of_one))
+
+
+def grid_in_another_order(mesh):
+    both = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("cp", "sp"))
+    x = torch.zeros(1, 2, 2, 4)
+    with pytest.raises(
+        ringcp.LayoutError, match=r"^mesh: expected ranks in ascending order, row by row, .*\[\[0, 2\], \["
+    ):
+        ringcp.attention(x, x, x, mesh=both)
+
+
+def test_a_grid_whose_ranks_do_not_ascend_is_refused(worlds):
+    """A group of torch has its ranks in ascending order: others than the mesh says would exchange heads."""
+    worlds(4).run(grid_in_another_order)
