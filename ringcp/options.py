@@ -184,6 +184,11 @@ def options_problem(options: Options) -> str:
     ):
         if number is not None and not is_int(number, 1):
             return f"{name}: expected {what} of at least 1 or None, got {shown(number)}; give an int"
+    if options.gather_memory is not None and options.mode not in ("auto", "gather"):
+        return (
+            f"gather_memory: expected None beside mode={shown(options.mode)}, which does not gather, got "
+            f'{options.gather_memory}; pass mode="gather", or leave it out'
+        )
     if timeout is not None:
         seconds = seconds_of(timeout)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < _MAX_SECONDS:

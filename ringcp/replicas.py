@@ -37,7 +37,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, num_q: int, num_k: int, *_: Any) -> tuple
     return tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts)
 
 
-@torch.library.custom_op("ringcp::split_copies_backward", mutates_args=())
+@torch.library.custom_op("ringcp::split_copies_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def split_copies_backward(
     dq_copy: Tensor,
     dq_rest: Tensor,
@@ -90,7 +90,7 @@ def _split_grad(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
 split_copies.register_autograd(_split_grad, setup_context=_setup_split)
 
 
-@torch.library.custom_op("ringcp::of_all_ranks", mutates_args=())
+@torch.library.custom_op("ringcp::of_all_ranks", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def of_all_ranks(
     out: Tensor, lse: Tensor, after: Tensor, world_size: int, group_name: str, timeout: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def _(out: Tensor, lse: Tensor, after: Tensor, world_size: int, *_: Any) -> tupl
     return out.new_empty((world_size, *out.shape)), lse.new_empty((world_size, *lse.shape))
 
 
-@torch.library.custom_op("ringcp::of_all_ranks_backward", mutates_args=())
+@torch.library.custom_op("ringcp::of_all_ranks_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def of_all_ranks_backward(
     douts: Tensor, dlses: Tensor, after: Tensor, group_name: str, timeout: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:

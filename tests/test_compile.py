@@ -506,3 +506,9 @@ def compiled_layouts():
 
 def test_layouts_are_traced_without_a_word():
     assert compiled_layouts() == []
+
+
+def test_ops_with_a_part_on_the_host_stay_out_of_cuda_graphs():
+    names = ("attention", "attention_backward", "split_copies_backward", "of_all_ranks", "of_all_ranks_backward")
+    for name in names:
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.ringcp, name).default.tags

@@ -75,6 +75,11 @@ WRONG = {
         A,
         "save: expected a word, got 1; help(ringcp.attention) lists",
     ),
+    "memory of what does not gather": (
+        {"mode": "ring", "gather_memory": 1 << 20},
+        A,
+        "gather_memory: expected None beside mode='ring', which does not gather, got 1048576; pass mode=\"gather\", or",
+    ),
     "memory as a flag": ({"mode": "gather", "gather_memory": True}, A, f"{MEMORY} True; give an int"),
 }
 
@@ -182,6 +187,22 @@ def differ(mesh, what):
         assert recorder.steps == []
         assert f"rank 2 made a different call than rank 0: {words}. Nothing was sent." in str(info.value)
     attend({**call, **resolved(usual, mesh)})
+
+
+def nodes_of_two_sizes(mesh):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2" if mesh.get_local_rank() < 2 else "1")
+        group = new_mesh()
+        with (
+            pytest.raises(ringcp.AgreementError, match="ranks a node=1, not ranks a node=2"),
+            ringcp.context_parallel(group, agree="context"),
+        ):
+            raise AssertionError("entered")
+
+
+def test_ranks_that_count_their_nodes_otherwise_are_told_on_entry(worlds):
+    """They would choose other modes, in calls that do not vote."""
+    worlds(4).run(nodes_of_two_sizes)
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
