@@ -12,13 +12,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringcp.errors import PeerError
+
+T = TypeVar("T")
 
 
 class Parcel(NamedTuple):
@@ -93,10 +95,14 @@ class P2P:
         ops = [(dist.isend, parcel) for parcel in sends] + [(dist.irecv, parcel) for parcel in recvs]
         batch = [dist.P2POp(op, p.tensor, group=self._group, group_peer=p.peer, tag=p.tag) for op, p in ops]
         on_host = not ops[0][1].tensor.is_cuda
+        batches = [batch]
         if on_host:
             give_way()
+        else:
+            rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+            batches = by_distance(batch, [p.peer for _, p in ops], rank, world_size)
         try:
-            works = dist.batch_isend_irecv(batch)
+            works = [work for each in batches for work in dist.batch_isend_irecv(each)]
         except RuntimeError as error:
             raise self._peer_error(where, ops[0][1], "sending to", error) from error
         if on_host:
@@ -105,6 +111,22 @@ class P2P:
 
     def _peer_error(self, where: str, parcel: Parcel, verb: str, error: RuntimeError) -> PeerError:
         return not_through(dist.get_rank(self._group), where, verb, parcel, self._timeout, error)
+
+
+_NEAR = 32
+
+
+def by_distance(ops: Sequence[T], peers: Sequence[int], rank: int, world_size: int) -> list[list[T]]:
+    """The operations in batches, each of which meets its counterparts in one batch of each peer.
+
+    NCCL has hung on more than about 256 operations in a batch: these have at most 2 * 32 peers, with each of which a
+    step has at most 4. Up to 64 ranks all is one batch.
+    """
+    batches: dict[int, list[T]] = {}
+    for op, peer in zip(ops, peers, strict=True):
+        distance = min((peer - rank) % world_size, (rank - peer) % world_size)
+        batches.setdefault((distance - 1) // _NEAR, []).append(op)
+    return [batches[i] for i in sorted(batches)]
 
 
 def not_through(rank: int, where: str, verb: str, parcel: Parcel, timeout: float | None, why: object) -> PeerError:

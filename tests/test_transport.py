@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ringcp.executor import drive_all
-from ringcp.transport import P2P, InProcess, Parcel, _Works, warm_up
+from ringcp.transport import P2P, InProcess, Parcel, _Works, by_distance, warm_up
 
 
 def parcel(peer, what="keys and values", tag=7):
@@ -105,3 +105,16 @@ def test_ranks_that_wait_for_each_other_for_ever_are_named():
 
     with pytest.raises(RuntimeError, match=r"no rank can go on.*step 0.*step 1"):
         drive_all([run(0), run(1)])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 64, 65, 96, 129, 200])
+def test_on_nccl_no_batch_is_too_long_and_both_ends_are_in_the_same_one(world_size):
+    """Of an exchange or gather among all ranks, whose steps have two messages each way for every peer."""
+    peers = {r: [p for p in range(world_size) if p != r for _ in range(4)] for r in range(world_size)}
+    found = {r: by_distance(peers[r], peers[r], r, world_size) for r in range(world_size)}
+    for rank, batches in found.items():
+        assert sum(map(len, batches)) == len(peers[rank])
+        assert max(map(len, batches)) <= 256
+        assert world_size > 64 or len(batches) == 1
+        for i, batch in enumerate(batches):
+            assert all(rank in found[peer][i] for peer in batch)
