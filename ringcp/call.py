@@ -42,7 +42,7 @@ from ringcp.transport import Transport, warm_up
 from ringcp.trial import try_functions
 from ringcp.written import Extras
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 """Ranks with other plans or messages for the same call have another number."""
 
 _log = logging.getLogger(__name__)
