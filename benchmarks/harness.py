@@ -17,10 +17,10 @@ import ringcp
 from benchmarks.checks import Rows, compare, results_at, sampled
 from benchmarks.origin import num_cores
 from benchmarks.providers import PROVIDERS, Attention, Provider, Setting
-from benchmarks.suite import BARE
+from benchmarks.suite import BARE, BOTH
 from benchmarks.usage import Batch, Span, Usage, batches, spans, usage_of
 
-METRICS = ("forward+backward", "forward", "backward")
+METRICS = (BOTH, "forward", "backward")
 
 # `set_num_threads` takes effect at once, in both directions and also under torchrun's OMP_NUM_THREADS=1 (torch 2.13,
 # libgomp, 2 cores: 122, 237, 122, 237 ms for 2, 1, 2, 1 threads). But the idle workers spin on, 9 ms of CPU after the

@@ -13,6 +13,7 @@ from rich.table import Table
 from benchmarks.harness import METRICS, Breakdown, Timeline
 from benchmarks.origin import Origin
 from benchmarks.rows import Row, quantiles
+from benchmarks.suite import OF_SINGLE
 
 
 class Values(NamedTuple):
@@ -57,7 +58,7 @@ class Measured:
         for i, metric in enumerate(METRICS):
             rows.append(row(metric, "ms", [1e3 * s[i] for s in self.seconds]))
             if self.percents:
-                rows.append(row(metric, "% of sdpa", [p[i] for p in self.percents]))
+                rows.append(row(metric, OF_SINGLE, [p[i] for p in self.percents]))
         rows += [row(*values) for values in self.more]
         for b in self.breakdown:
             rows.append(row(f"{b.direction} tiles", "count", [b.tiles]))

@@ -7,7 +7,7 @@ reaches them. It is private, so only this file touches it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,7 +45,10 @@ def ambience(key: str, value: Any) -> Iterator[None]:
 @contextmanager
 def around_kernels(device: torch.device) -> Iterator[None]:
     """In the body no autocast and no context is seen: kernels are not the attention that these mean."""
-    with torch.autocast(device.type, enabled=False), ambience("context", None):
+    # Each way of entering takes its time, and mostly there is neither.
+    autocast = torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    context = nullcontext() if ambient("context") is None else ambience("context", None)
+    with autocast, context:
         yield
 
 
