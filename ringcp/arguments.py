@@ -81,6 +81,10 @@ class BackwardArguments(NamedTuple):
         return q, k, v
 
 
+FACTS_WORDS = 16
+"""More than there are: inductor keeps compiled code on disk, and that of a ringcp with fewer should still fit."""
+
+
 class Facts(NamedTuple):
     """What backward has to know of a call.
 
@@ -101,6 +105,13 @@ class Facts(NamedTuple):
     reading: int
     by_memory: bool
     lse_grad: bool
+
+    def encoded(self) -> list[int]:
+        return [*map(int, self), *[0] * (FACTS_WORDS - len(self))]
+
+    @classmethod
+    def decoded(cls, words: list[int]) -> Facts:
+        return cls(*words[: len(cls._fields)])  # type: ignore[arg-type]
 
 
 class Result(NamedTuple):

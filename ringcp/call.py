@@ -127,7 +127,7 @@ def differentiate(a: BackwardArguments) -> tuple[Tensor, Tensor, Tensor] | None:
     check_no_capture(q)
     if 0 in (q.shape[0], q.shape[1]):
         return None
-    facts = Facts(*a.facts.tolist())
+    facts = Facts.decoded(a.facts.tolist())
     of_kv = None if a.kv_layout_spec is None else _sized(a.kv_layout_spec, facts.kv_len, [], state).rest
     layouts = _Layouts(_sized(a.layout_spec, facts.seq_len, [], state).rest, of_kv)
     transport = transport_of(group, state, a.timeout, bool(facts.by_memory))

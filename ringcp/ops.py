@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcp.arguments import Arguments, BackwardArguments, Facts
+from ringcp.arguments import FACTS_WORDS, Arguments, BackwardArguments, Facts
 from ringcp.call import attend, differentiate, members
 from ringcp.checks import refuse_double_backward
 from ringcp.errors import ArgumentError
@@ -56,15 +56,15 @@ def attention(
         needs_grad, needs_lse_grad, save, keep, also, refused,
     ))  # fmt: skip
     if result is None:
-        return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), host_int64(facts), _bytes_like(q, 0)
+        return _like(q, v.shape[3]).zero_(), _lse_like(q).zero_(), host_int64(facts.encoded()), _bytes_like(q, 0)
     kept = _bytes_like(q, 0) if result.kept is None else result.kept
-    return _stored(result.out, q.dtype), result.lse.contiguous(), host_int64(facts), kept
+    return _stored(result.out, q.dtype), result.lse.contiguous(), host_int64(facts.encoded()), kept
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = Arguments(*args)
     size = torch.library.get_ctx().new_dynamic_size() if a.keep else 0
-    facts = torch.empty(len(Facts._fields), dtype=torch.int64, device="cpu")
+    facts = torch.empty(FACTS_WORDS, dtype=torch.int64, device="cpu")
     return _like(a.q, a.v.shape[-1]), _lse_like(a.q), facts, _bytes_like(a.q, size)
 
 

@@ -268,7 +268,7 @@ def test_what_can_not_be_drawn(layout):
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     traced = draw.trace(HeadTail(100, 2), Causal())
-    wanted = r"matplotlib: expected it installed .*, got no such module; pip install 'ringcp\[plot\]'"
+    wanted = r"matplotlib: expected it installed .*, got no such module; pip install matplotlib"
     with pytest.raises(UnsupportedError, match=wanted):
         draw.figure(traced)
     assert draw.text(traced)

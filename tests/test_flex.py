@@ -204,7 +204,8 @@ def test_exact_over_ranks(monkeypatch, name, mode, world_size):
     shapes = (2, 4, 37, 6), (2, 2, 37, 6), (2, 2, 37, 5), (2, 4, 37, 5), (2, 4, 37)
     *qkv, dout, dlse = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     extra = {"softcap": 2.0, "alibi_slopes": torch.rand(2, 4, generator=generator)} if name == "sparse" else {}
-    how = {"mode": mode, "ulysses_degree": 2 if mode == "usp" else None, "world_size": world_size, "gather_memory": 1}
+    how = {"mode": mode, "ulysses_degree": 2 if mode == "usp" else None, "world_size": world_size}
+    how |= {"gather_memory": 1} if mode == "gather" else {}
     how |= {"layout": "striped" if name == "by_head" else "auto", "return_lse": True, "mask": make(name, given)}
     results = []
     for attend, options in ((in_process, how), (reference_attention, {"mask": written(name, given)})):

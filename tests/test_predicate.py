@@ -67,7 +67,8 @@ def test_exact_in_process(data):
     degree = data.draw(st.sampled_from([d for d in range(1, world_size + 1) if world_size % d == 0]))
     heads, kv_heads = data.draw(st.sampled_from(HEADS))
     name = data.draw(st.sampled_from(NAMES))
-    options = {"mode": mode, "layout": data.draw(st.sampled_from(LAYOUTS)), "gather_memory": 1}
+    options = {"mode": mode, "layout": data.draw(st.sampled_from(LAYOUTS))}
+    options |= {"gather_memory": 1} if mode == "gather" else {}
     if mode == "usp" or (mode == "gather" and data.draw(st.booleans())):
         options["ulysses_degree"] = degree
     kernel = data.draw(st.sampled_from(["auto", "reference"]))

@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import pickle
-import warnings
 import weakref
 from contextlib import nullcontext
 
@@ -13,6 +12,7 @@ import torch
 import torch._dynamo.testing
 from calls import check_exact, make_call
 from predicates import Given, causal, make, random, written
+from test_compile import quiet
 from torch.utils.checkpoint import checkpoint
 
 import ringcp
@@ -128,6 +128,7 @@ def test_checkpointing(worlds):
     worlds(2).run(checkpointed)
 
 
+@quiet
 def compiled(mesh, backend):
     call, _, layout = make_call(mesh, 24, requires_grad=True)
     local = [call[name] for name in "qkv"]
@@ -136,19 +137,16 @@ def compiled(mesh, backend):
     def step(q, k, v, mask):
         return ringcp.attention(q * 2, k, v, mesh=mesh, mask=mask, layout=layout)
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        torch._dynamo.reset()
-        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-        fast = torch.compile(step, fullgraph=True, backend=counter)
-        makers = [lambda: Predicate(causal), lambda: Predicate(other), Causal, lambda: Predicate(causal) & Window(3)]
-        makers += [functools.partial(make, name, given) for name in ("sparse", "types", "and or")]
-        for maker in makers:
-            out, same = fast(*local, maker()), step(*local, maker())
-            gc.collect()  # the mask is gone before backward
-            assert torch.equal(out, same)
-            grads, others = (torch.autograd.grad(y.square().sum(), local) for y in (out, same))
-            assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    fast = torch.compile(step, fullgraph=True, backend=counter)
+    makers = [lambda: Predicate(causal), lambda: Predicate(other), Causal, lambda: Predicate(causal) & Window(3)]
+    makers += [functools.partial(make, name, given) for name in ("sparse", "types", "and or")]
+    for maker in makers:
+        out, same = fast(*local, maker()), step(*local, maker())
+        gc.collect()  # the mask is gone before backward
+        assert torch.equal(out, same)
+        grads, others = (torch.autograd.grad(y.square().sum(), local) for y in (out, same))
+        assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
     return counter.frame_count
 
 
