@@ -111,7 +111,7 @@ class Facts(NamedTuple):
 
     @classmethod
     def decoded(cls, words: list[int]) -> Facts:
-        return cls(*words[: len(cls._fields)])  # type: ignore[arg-type]
+        return cls._make(words[: len(cls._fields)])
 
 
 class Result(NamedTuple):

@@ -163,7 +163,7 @@ def gather_grads(grads: Sequence[tuple[Leaf, Tensor | None]], state: GroupState,
         some = grads[start : start + _FLAGS]
         mine = sum(1 << i for i, (_, rows) in enumerate(some) if rows is not None)
         words = f"call=the gradients of the buffers of context_parallel; buffers={[leaf.name for leaf, _ in some]}"
-        votes = vote(state, words, mine, None, timeout)
+        _, votes = vote(state, words, mine, None, timeout)
         for i, (leaf, rows) in enumerate(some):
             if any(flags >> i & 1 for flags in votes):
                 leaf.add_grad(leaf.no_rows() if rows is None else rows)

@@ -85,7 +85,7 @@ def shard(x: Tensor, mesh: DeviceMesh, *, dim: int, layout: Layout | str = "auto
     needs_grad = isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
     if needs_grad and state.world_size > 1:
         words = "" if refusal is not None else f"call=shard; x={tuple(x.shape)} {x.dtype}; dim={dim}; layout={lay!r}"
-        call, _ = _voted(state, words, 0, refusal)
+        call, _ = vote(state, words, 0, refusal)
     if refusal is not None:
         raise refusal
     assert lay is not None
@@ -167,24 +167,19 @@ def _gather_vote(
     except RingcpError as error:
         refusal = error
     if refusal is not None:
-        return _voted(state, "", 0, refusal)
+        return vote(state, "", 0, refusal)
     rest = [n for i, n in enumerate(x.shape) if i != dim % x.ndim]
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     words = f"{words}; x={rest} beside dim {dim % x.ndim}; dtype={x.dtype}; requires_grad={needs_grad}"
-    return _voted(state, words, x.shape[dim], None)
+    return vote(state, words, x.shape[dim], None)
 
 
 def vote(
     state: GroupState, words: str, number: int, refusal: RingcpError | None, timeout: float | None = None
-) -> list[int]:
-    """One vote of its own, for a call that is no attention: every rank's number. See `ringcp.agreement.agree`."""
-    return _voted(state, words, number, refusal, timeout)[1]
-
-
-def _voted(
-    state: GroupState, words: str, number: int, refusal: RingcpError | None, timeout: float | None = None
 ) -> tuple[int, list[int]]:
-    """And the number of the call."""
+    """One vote of its own, for a call that is no attention: the call's, and every rank's number. See
+    `ringcp.agreement.agree`.
+    """
     with state.turn:
         state.check_usable()
         call = state.next_call()
